@@ -1,0 +1,207 @@
+"""Makes the small agent in `mini/agent` from nothing: demonstrations, tokenizer, behaviour cloning.
+
+    python -m mini.warm_start                                       # the agent that ships with the project
+    python -m mini.warm_start --updates 2000 --out runs/cloned      # the same, cloned to the end: for comparison
+
+1. Demonstrations: the package's handcoded expert plays generated games of train rooms. Its replies are given the sub-goal as a think text.
+2. Tokenizer: byte-level BPE on these prompts and replies. Digits stay single. The lines that are the same in every prompt become one
+   token each, which makes a prompt three times shorter: at this size, tokens are what time goes into.
+3. Behaviour cloning of a Qwen2-shaped model from random weights, stopped early: it knows the form of a reply and half of the game, the rest
+   is left to reinforcement learning.
+
+Prompts come from `envs.build_messages` and `envs.render` only, so they are the ones that training shows. No room of the held-out split
+(valid_unseen) is ever opened here.
+"""
+
+import argparse
+import random
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import envs
+from mini import alfworld_games
+
+STYLE = "think_action"
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<think>", "</think>", "<action>", "</action>")
+TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+# Words with the space before them; digits alone. What leads up to a numbered thing ("go to", ", you see a") is one piece, so that a command has the same
+# few pieces wherever it stands.
+PIECES = r"\n| ?\p{N}|[^\p{N}\n]+?(?= \p{L}+ \p{N})| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
+BARE_COMMANDS = ("inventory", "look")
+CONTEXT = 1024  # tokens
+
+
+# ---------------------------------------------------------------- demonstrations
+
+
+def think(subgoal, previous, game, feedback):
+    """What the expert says before it acts: nothing while it carries on opening and closing, a few words on the way, a sentence when
+    something new begins. subgoal, previous: (verb, thing) of this step and the last; game: traj_data's pddl_params, lower case."""
+    verb, thing = subgoal
+    held = game["object_target"]
+    what = {
+        ("find", held): f"find a {held}",
+        ("take", held): f"take the {held}",
+        ("find", game["parent_target"]): f"bring the {held} to the {game['parent_target']}",
+        ("put", game["parent_target"]): f"put the {held} on the {game['parent_target']}",
+        ("find", game["toggle_target"]): f"find the {game['toggle_target']}",
+        ("use", game["toggle_target"]): f"look at the {held} under the {game['toggle_target']}",
+    }.get(subgoal, f"{verb} the {thing}" if verb != "goto" else f"go to the {thing}")
+    if previous is None:
+        return f"first {what}"
+    if subgoal != previous:
+        seen = re.search(rf"\b{held} \d+", feedback)
+        return f"i see {seen[0]}. {what}" if verb == "take" and seen else f"done. now {what}"
+    return "" if "open" in feedback or "closed" in feedback else what
+
+
+def demonstrate(tasks, progress=True):
+    """Plays the tasks with the expert; [(messages, reply)] of all steps, in order. Raises ValueError where the expert does not win."""
+    env, steps = envs.ALFWorld(), []
+    for task in tqdm(tasks, desc="demonstrations", unit="game", disable=not progress):
+        state, history, previous = env.reset(task, 0), [], None
+        game = alfworld_games.read_params(task.data["game"])
+        expert = alfworld_games.Expert(task.data["game"], state.observation)
+        while not state.done:
+            command = expert.act(state.observation, state.admissible)
+            messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
+            thought = think(expert.subgoal, previous, game, state.observation)
+            steps.append((messages, f"<think>{thought}</think><action>{command}</action>"))
+            history.append((state.observation, command))
+            previous = expert.subgoal
+            state = env.step(command)
+            if len(history) > 100:
+                raise ValueError(f"the expert did not win {task.id}")
+    env.close()
+    return steps
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def fixed_parts(prompts):
+    """The parts that all prompts share, longest first: runs of whole lines with the newlines around them.
+
+    prompts: rendered texts. A line is fixed when more than half of them hold it (the first step of a game shows no history), unless
+    it has a digit or is a command: commands must have the same tokens in the prompt's list and in a reply.
+    """
+    count = {}
+    for text in prompts:
+        for line in set(re.split(r"\n|<\|\w+\|>", text)):
+            count[line] = count.get(line, 0) + 1
+    fixed = {line for line, n in count.items() if n > len(prompts) / 2 and not re.search(r"\d", line)}
+    fixed -= {"", *BARE_COMMANDS}
+    parts = set()
+    for text in prompts:
+        for chunk in re.split(r"<\|\w+\|>", text):
+            run, lines = [], chunk.split("\n")
+            for i, line in enumerate(lines + [None]):
+                if line in fixed:
+                    run.append(i)
+                elif run:
+                    before, after = "\n" * (run[0] > 0), "\n" * (run[-1] < len(lines) - 1)
+                    parts.add(before + "\n".join(lines[j] for j in run) + after)
+                    run = []
+    return sorted(parts, key=len, reverse=True)
+
+
+def make_tokenizer(steps, vocabulary=1024):
+    """Trains the tokenizer on the demonstrations -> PreTrainedTokenizerFast with its chat template. The same steps give the same one."""
+    chat = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE)
+    prompts = [chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) for messages, _ in steps]
+    fixed = fixed_parts(prompts)
+    added = [AddedToken(text, special=False, normalized=False) for text in [*TAGS, *fixed]]
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    cut = re.compile("|".join(map(re.escape, [*fixed, *CONTROL, *TAGS])))
+    texts = (piece for prompt, (_, reply) in zip(prompts, steps) for piece in cut.split(prompt) + cut.split(reply) if piece)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(added), special_tokens=list(CONTROL), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(added)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, model_max_length=CONTEXT,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- behaviour cloning
+
+
+def make_model(tokenizer, layers=3, hidden=128, intermediate=320, heads=4):
+    """A Qwen2-shaped model with random weights."""
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=None, use_cache=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
+
+
+def encode(tokenizer, steps):
+    """[(prompt ids, reply ids with the end token)]"""
+    replies = tokenizer([reply for _, reply in steps], add_special_tokens=False)["input_ids"]
+    return [(envs.render(tokenizer, messages), [*reply, tokenizer.eos_token_id]) for (messages, _), reply in zip(steps, replies)]
+
+
+def batches(examples, size, rng):
+    """Endless batches of similar length, in random order: little padding, and causal attention needs no mask for what is on the right."""
+    while True:
+        order = rng.sample(range(len(examples)), len(examples))
+        for i in range(0, len(order), 16 * size):
+            near = sorted(order[i : i + 16 * size], key=lambda j: len(examples[j][0]) + len(examples[j][1]))
+            chunks = [near[k : k + size] for k in range(0, len(near), size)]
+            rng.shuffle(chunks)
+            yield from ([examples[j] for j in chunk] for chunk in chunks)
+
+
+def clone(model, examples, *, updates, seed=0, size=32, lr=2e-3, prompt_weight=0.05, progress=True):
+    """Behaviour cloning, in place: cross-entropy on replies, and a little on prompts, which teaches what the words are.
+
+    The learning rate rises for 20 updates and falls in a line to a tenth.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    source = batches(examples, size, random.Random(seed))
+    model.train()
+    bar = tqdm(range(updates), desc="cloning", unit="update", disable=not progress)
+    for update in bar:
+        batch = next(source)
+        width = max(len(prompt) + len(reply) for prompt, reply in batch)
+        ids = torch.tensor([prompt + reply + [0] * (width - len(prompt) - len(reply)) for prompt, reply in batch])  # (B, T)
+        start, length = (torch.tensor([len(part) for part in column])[:, None] for column in zip(*batch))
+        place = torch.arange(1, width)  # of the token that is predicted
+        in_reply = (place >= start) & (place < start + length)  # (B, T-1)
+        in_prompt = place < start
+        logits = model(ids).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(in_reply)
+        loss_reply, loss_prompt = loss[in_reply].mean(), loss[in_prompt].mean()
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min((update + 1) / 20, 1 - 0.9 * update / updates)
+        optimizer.zero_grad()
+        (loss_reply + prompt_weight * loss_prompt).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        bar.set_postfix(reply=f"{loss_reply.item():.3f}", prompt=f"{loss_prompt.item():.3f}")
+    model.eval()

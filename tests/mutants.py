@@ -1,0 +1,171 @@
+"""Does the suite notice a wrong line? `python tests/mutants.py [capo_action.py ...]` (default: every file of the table)
+
+Each entry is one wrong edit of an algorithm file: (what it breaks, exact text, replacement). It is applied to a copy of
+the file in a temporary folder with that file's tests beside it; the tests must fail there ("killed"). Exit code 1 if a
+mutant survives, if its text is not found exactly once (stale), or if a function that holds an `Eq.` mark has none.
+To cover another algorithm file, add its name and edits to MUTANTS; its tests are tests/test_<name>.py and what they import.
+"""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MUTANTS = {
+    "capo_action.py": [
+        # credit
+        ("delta without its discount", "+ gamma * next_value - float(values[n])", "+ next_value - float(values[n])"),
+        ("delta with the value's sign turned", "next_value - float(values[n])  # Eq.", "next_value + float(values[n])  # Eq."),
+        ("GAE without lambda", "gamma * lam * next_advantage  # Eq.", "gamma * next_advantage  # Eq."),
+        ("value one action off", "next_value = float(values[n])\n", "next_value = float(values[n - 1])\n"),
+        ("steps walked forwards", "reversed(rows):\n            delta", "rows:\n            delta"),
+        (
+            "credit leaks into the next episode",
+            'float(bootstrap.get(trajectory, 0.0)), 0.0\n',
+            'float(bootstrap.get(trajectory, 0.0)), locals().get("next_advantage", 0.0)\n',
+        ),
+        ("returns lack the value", "= next_advantage\n    return advantages, advantages + values", "= next_advantage\n    return advantages, advantages"),
+        ("bootstrap ignored", "bootstrap.get(trajectory, 0.0)", "0.0"),
+        ("reward on every token", "next_value, reward = value, 0.0", "next_value = value"),
+        ("an empty reply's reward lost", "reward += float(rewards[n])", "reward = float(rewards[n])"),
+        ("token credit ignores the mask", "tokens = mask[n].nonzero().flatten()", "tokens = torch.arange(mask.shape[1])"),
+        ("token credit with a shifted mask", "mask[n].nonzero()", "mask[n].roll(1).nonzero()"),
+        ("population deviation (ddof 0)", "x.std() + 1e-8", "x.std(correction=0) + 1e-8"),
+        ("another floor of the deviation", "x.std() + 1e-8", "x.std() + 1e-6"),
+        ("float residue is no tie", "<= 1e-12 *", "< 0 *"),
+        ("one row is whitened", "if len(x) < 2 or x.max()", "if x.max()"),
+        ("state value read at the last column", "values=value[:, 0]", "values=value[:, -1]"),
+        ("whitened over padded cells", "adv[mask] = whiten(adv[mask])", "adv = whiten(adv.flatten()).view_as(adv)"),
+        # ratio
+        ("mu carries a gradient", "log_ratio.detach(), 0.0).double()", "log_ratio, 0.0).double()"),
+        ("mu counts padding", "return z.sum(), mask.sum()", "return z.sum(), torch.tensor(mask.numel())"),
+        ("mu counts actions", "return z.sum(), mask.sum()", "return z.sum(), mask.any(1).sum()"),
+        ("mu sums masked cells", "z = torch.where(mask, log_ratio.detach(), 0.0)", "z = log_ratio.detach()"),
+        ("no length exponent", "length**-alpha * deviation", "deviation"),
+        ("deviation with the sign of mu turned", "log_ratio - mu, 0.0", "log_ratio + mu, 0.0"),
+        ("ratio without the drift", "log_w = mu + ", "log_w = "),
+        ("padded length", "length = mask.sum(1).clamp(min=1).to(", "length = torch.full_like(mask.sum(1), mask.shape[1]).to("),
+        ("masked after the arithmetic", "torch.where(mask, log_ratio - mu, 0.0).sum(1)", "((log_ratio - mu) * mask).sum(1)"),
+        ("sqrt kind is the mean", '"sqrt": -0.5', '"sqrt": -1.0'),
+        ("log-ratio not clamped", "log_w.clamp(-20, 20).exp()", "log_w.exp()"),
+        # loss
+        ("max for min", "-torch.minimum(unclipped", "-torch.maximum(unclipped"),
+        ("sign of the loss", "-torch.minimum(unclipped", "torch.minimum(unclipped"),
+        ("upper clip side only", "w.clamp(1 - eps, 1 + eps) * adv\n", "w.clamp(max=1 + eps) * adv\n"),
+        ("lower clip side only", "w.clamp(1 - eps, 1 + eps) * adv\n", "w.clamp(min=1 - eps) * adv\n"),
+        ("clip flag where it does not act", "real & (clipped < unclipped)", "real & (clipped != unclipped)"),
+        ("advantage of a row without tokens", "adv = torch.where(real, advantages, 0.0).to(", "adv = advantages.to("),
+        ("token loss: max for min", "clipped = torch.minimum(w * advantages", "clipped = torch.maximum(w * advantages"),
+        ("token loss: upper clip side only", "w.clamp(1 - eps, 1 + eps) * advantages)", "w.clamp(max=1 + eps) * advantages)"),
+        ("dual clip on the wrong side", "torch.where(advantages < 0, torch.max", "torch.where(advantages > 0, torch.max"),
+        ("value loss: min for max", "torch.maximum((values", "torch.minimum((values"),
+        ("value loss: one clip side", "values_old - clip, values_old + clip", "values_old - clip, torch.inf + values_old"),
+        ("value loss without its half", "return 0.5 * torch.maximum", "return torch.maximum"),
+        ("KL the other way round", "(logp_ref - logp).clamp", "(logp - logp_ref).clamp"),
+        ("KL without the clamp before exp", "(logp_ref - logp).clamp(-20, 20)", "(logp_ref - logp)"),
+        ("KL without its bound", "(l.exp() - l - 1).clamp(-10, 10)", "(l.exp() - l - 1)"),
+        # what the training loop calls
+        ("rows without tokens count in B", 'batch["mask"].any(1).sum()', 'torch.tensor(len(batch["mask"]))'),
+        ("mu of the micro-batch alone", "pre[0] / pre[1].clamp(min=1)", "(z * mask).sum() / mask.sum().clamp(min=1)"),
+        ("local denominator: policy", 'per_term.sum() / denom["policy"]', "per_term.sum() / real.sum().clamp(min=1)"),
+        ("local denominator: KL", ') / denom["kl"]', ") / mask.sum().clamp(min=1)"),
+        ("local denominator: value", 'per_row.sum() / denom["value"]', "per_row.sum() / real.sum().clamp(min=1)"),
+        ("KL rewarded", "(cfg.kl_coef * kl.sum() -", "(-cfg.kl_coef * kl.sum() -"),
+        ("KL over masked cells", "kl = torch.where(mask, kl_penalty(logp, logp_ref), zero)", "kl = kl_penalty(out['logp'], batch['logp_ref'])"),
+        ("values of rows without tokens", "per_row = torch.where(real, value_loss(", "per_row = torch.where(real | True, value_loss("),
+    ],
+}  # fmt: skip
+
+
+def marked_functions(source):
+    """[(name, first character, past the last)] of the top-level functions whose text holds an `Eq.` mark."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    spans = [(f.name, starts[f.lineno - 1], starts[f.end_lineno]) for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)]
+    return [(name, a, b) for name, a, b in spans if "Eq. " in source[a:b]]
+
+
+def complaints(file, source):
+    """What is wrong with the table itself: stale edits, functions with an equation and no mutant."""
+    found = []
+    for what, old, new in MUTANTS[file]:
+        if source.count(old) != 1 or old == new:
+            found.append(f"stale: {what!r}: its text occurs {source.count(old)} times, not once: {old!r}")
+    places = [source.find(old) for _, old, _ in MUTANTS[file]]
+    for name, a, b in marked_functions(source):
+        if not any(a <= place < b for place in places):
+            found.append(f"{name} holds an equation and has no mutant")
+    return found
+
+
+def run_tests(file, source):
+    """Exit code of the file's tests against this source: 0 passed, 1 failed, 124 ran too long, others broken."""
+    name = file.removesuffix(".py")
+    with tempfile.TemporaryDirectory() as folder:
+        tests = Path(folder, "tests")
+        tests.mkdir()
+        Path(folder, file).write_text(source)
+        for path in ROOT.glob(f"tests/*{name}.py"):
+            shutil.copy(path, tests)
+        if (ROOT / "tests/vectors").is_dir():
+            shutil.copytree(ROOT / "tests/vectors", tests / "vectors")
+        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/test_{name}.py"]
+        env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(command, cwd=folder, env=env, timeout=300, capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            return 124, ""
+        return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def check(file):
+    """Number of faults: survivors and stale edits of one algorithm file."""
+    source = (ROOT / file).read_text()
+    faults = complaints(file, source)
+    for line in faults:
+        print(f"  {line}")
+    if faults:
+        return len(faults)
+    code, output = run_tests(file, source)
+    if code != 0:
+        print(f"  the unchanged file fails its own tests, so nothing can be said:\n{output}")
+        return 1
+
+    def judge(mutant):
+        code, output = run_tests(file, source.replace(mutant[1], mutant[2]))
+        return {0: "SURVIVED", 1: "killed", 124: "killed (hangs)"}.get(code, f"BROKEN (pytest exit code {code})"), output
+
+    bad = 0
+    with ThreadPoolExecutor(2) as pool:
+        for (what, *_), (verdict, output) in zip(MUTANTS[file], pool.map(judge, MUTANTS[file])):
+            print(f"  {verdict:9s} {what}", flush=True)
+            if not verdict.startswith("killed"):
+                bad += 1
+            if verdict.startswith("BROKEN"):
+                print(output)
+    print(f"{file}: {len(MUTANTS[file]) - bad} of {len(MUTANTS[file])} killed")
+    return bad
+
+
+def main(files):
+    unknown = [f for f in files if f not in MUTANTS]
+    if unknown:
+        sys.exit(f"no mutants for {unknown[0]}; known: {', '.join(MUTANTS)}")
+    begin, bad = time.time(), 0
+    for file in files or MUTANTS:
+        print(file, flush=True)
+        bad += check(file)
+    print(f"{time.time() - begin:.0f} s")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main([Path(f).name for f in sys.argv[1:]])

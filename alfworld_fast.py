@@ -128,12 +128,9 @@ class _Engine:
         self.world = None
 
     def start(self, game_file):
-        self.world = world = _world(game_file)
-        self.library.load_sas(zlib.decompress(world.sas))
-        if world.facts is None:
-            world.facts = _initial_facts(world, self.library)
-            world.name_entities()
-        self.facts = collections.defaultdict(set, {key: set(arguments) for key, arguments in world.facts.items()})
+        self.world = _world(game_file, self.library)
+        self.library.load_sas(zlib.decompress(self.world.sas))
+        self.facts = collections.defaultdict(set, {key: set(facts) for key, facts in self.world.facts.items()})
         return self.derive("#intro#", {}), self.admissible()
 
     def step(self, command):
@@ -199,7 +196,7 @@ class _Engine:
             case textgen.TerminalSymbol():
                 return str(symbol.symbol)
             case textgen.NonterminalSymbol():
-                for rule in self.world.rules(str(symbol)):
+                for rule in self.world.rules[str(symbol)]:
                     if not rule.condition or any(True for _ in self.matches(rule.condition, mapping)):
                         return self.expand(rule.rhs, mapping, variables)
                 raise IndexError(f"no rule of the grammar applies to #{symbol}#")
@@ -238,7 +235,7 @@ class _Engine:
         fresh = [p for p in parameters if p not in mapping]
         for types in self.world.subtypes(tuple(t for _, t in parameters)):
             for arguments in sorted(self.facts.get((name, types), ())):
-                for parameter, argument in zip(parameters, arguments):
+                for parameter, argument in zip(parameters, arguments, strict=True):
                     bound = mapping.get(parameter)
                     if bound is None:
                         if argument in used:  # two placeholders never stand for the same object
@@ -256,67 +253,58 @@ class _Engine:
 class _World:
     """All that is the same whenever a game is played: its translation, names and commands. Shared by slots."""
 
-    def __init__(self, data):
-        self.grammar, self.task_rule = _grammar(data["grammar"])
-        task, sas = _translate(data["pddl_domain"], data["pddl_problem"])
-        self.sas = zlib.compress(sas.encode(), 1)
+    def __init__(self, data, library):
+        self.actions, self.rules = _grammar(data["grammar"])
+        with _translator():
+            task, sas = fast_downward.pddl2sas(data["pddl_domain"], data["pddl_problem"])
+        self.sas = zlib.compress(sas.encode(), 1)  # 0.7 MB for a whole room, a twentieth of it compressed
         self.parameters = {a.name: [(p.name.strip("?"), p.type_name) for p in a.parameters] for a in task.actions}
-        self.type_of = {o.name: o.type_name for o in task.objects}
-        self.given = [_fact(atom) for atom in task.init]
+        self.type_of = {sys.intern(o.name): o.type_name for o in task.objects}
         self.types = TypeHierarchy()
         for t in task.types:
             with contextlib.suppress(ValueError):  # named twice
                 self.types.add(Type(t.name, t.supertype_names))
-        self.facts = None  # {(predicate, types): {arguments}} at the start, as soon as a library has loaded the game
-        self.operators = {}  # id -> (name with arguments, command or None where its text depends on the state)
         self._subtypes = {}
+        self.operators = {}  # id -> (name with arguments, command or None where its text depends on the facts)
 
-    def action(self, operator):
-        """ "openobject agent1 loc1 fridge1" -> (its action in the grammar, {(placeholder, type): object}) """
-        name, *arguments = operator.split()
-        return self.grammar.actions[name], dict(zip(self.parameters[name], arguments))
+        library.load_sas(sas.encode())
+        atoms = (fast_downward.Atom * library.get_state_size())()
+        library.get_state(atoms)
+        self.facts = collections.defaultdict(set)  # {(predicate, types): {arguments}} at the start
+        for predicate, arguments in filter(None, [*map(_fact, task.init), *(_parse_atom(atom.name) for atom in atoms)]):
+            if not predicate.startswith("not_"):
+                self.facts[predicate, tuple(self.type_of[a] for a in arguments)].add(arguments)
 
-    def name_entities(self):
-        self.entities = {}
-        for (_, types), facts in self.facts.items():
-            for arguments in facts:
-                self.entities.update((a, EntityInfo(a, t)) for a, t in zip(arguments, types) if a not in self.entities)
+        named = {a for facts in self.facts.values() for arguments in facts for a in arguments}
+        self.entities = {a: EntityInfo(a, self.type_of[a]) for a in named}
         demangler = Demangler(game_infos=self.entities, shuffle=False)
         for info in self.entities.values():
             info.name = demangler.demangle_alfred_name(info.id)
             info.definite, info.indefinite = "the", "a"
-        self.names = {k: info.name for k, info in self.entities.items()}
+        self.names = {a: info.name for a, info in self.entities.items()}
 
-    def rules(self, symbol):
-        if symbol == "task" and self.task_rule is not None:
-            return [self.task_rule]
-        return self.grammar.grammar._rules[symbol]
+    def action(self, operator):
+        """ "openobject agent1 loc1 fridge1" -> (its action in the grammar, {(placeholder, type): object}) """
+        name, *arguments = operator.split()
+        return self.actions[name], dict(zip(self.parameters[name], arguments, strict=False))
 
     def subtypes(self, types):
+        """The tuples of types that may stand for these, in textworld's order."""
         if types not in self._subtypes:
             closure = self.types.multi_subtypes([self.types.get(t) for t in types])
             self._subtypes[types] = [tuple(t.name for t in ts) for ts in closure]
         return self._subtypes[types]
 
 
-def _initial_facts(world, library):
-    atoms = (fast_downward.Atom * library.get_state_size())()
-    library.get_state(atoms)
-    facts = collections.defaultdict(set)
-    for predicate, arguments in filter(None, world.given + [_parse_atom(atom.name) for atom in atoms]):
-        if not predicate.startswith("not_"):
-            facts[predicate, tuple(world.type_of[a] for a in arguments)].add(arguments)
-    return dict(facts)
-
-
 def _fact(atom):
+    """An atom of the translated problem as (predicate, arguments), None for those that textworld leaves out."""
     pddl = fast_downward.translate.pddl
     if isinstance(atom, pddl.conditions.Atom) and atom.predicate != "=":
-        return atom.predicate, tuple(atom.args)
+        return atom.predicate, tuple(map(sys.intern, atom.args))
     if isinstance(atom, pddl.f_expression.Assign) and atom.fluent.symbol != "total-cost":
         name = str(atom.expression.value)
         if not name.isdigit():
-            return name, tuple(atom.fluent.args)
+            return name, tuple(map(sys.intern, atom.fluent.args))
     return None
 
 
@@ -330,14 +318,14 @@ def _parse_atom(text):
 _worlds = collections.OrderedDict()  # digest of the game file -> _World, least recently used first
 
 
-def _world(game_file):
+def _world(game_file, library):
     with open(game_file, "rb") as f:
         text = f.read()
     key = hashlib.blake2b(text, digest_size=16).digest()
     world = _worlds.pop(key, None)
     if world is None:
         try:
-            world = _World(json.loads(text))
+            world = _World(json.loads(text), library)
         except (KeyError, ValueError) as error:
             raise ValueError(f"{game_file} is not an ALFWorld game that can be played: {error!r}") from error
     _worlds[key] = world
@@ -364,23 +352,19 @@ def _translator():
             gc.enable()
 
 
-def _translate(domain, problem):
-    with _translator():
-        return fast_downward.pddl2sas(domain, problem)
-
-
 TASK = re.compile(r'"Your task is to: (?:[^"\\]|\\.)*"')
 
 
 def _grammar(text):
-    """(GameLogic without a domain, rule of "task" or None). Games differ in the task sentence: the rest is shared."""
+    """(actions, {symbol: rules}) of a game's grammar. Games differ in the task sentence: all else is parsed once."""
     sentences = TASK.findall(text)
-    if len(sentences) == 1:
-        logic = _parse_grammar(TASK.sub('"Your task is to: ."', text))
-        if len(logic.grammar._rules["task"]) == 1 and not logic.grammar._rules["task"][0].condition:
-            rule = textgen.ProductionRule("task", textgen._parse_and_convert(json.loads(sentences[0]), rule_name="symbols"))
-            return logic, rule
-    return _parse_grammar(text), None
+    if len(sentences) != 1:
+        logic = _parse_grammar(text)
+        return logic.actions, logic.grammar._rules
+    logic = _parse_grammar(TASK.sub('"Your task is to: ."', text))
+    (rule,) = logic.grammar._rules["task"]
+    sentence = textgen.ProductionRule("task", _symbols(json.loads(sentences[0])), condition=rule.condition)
+    return logic.actions, {**logic.grammar._rules, "task": [sentence]}
 
 
 @functools.lru_cache(maxsize=8)

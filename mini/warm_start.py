@@ -13,18 +13,14 @@ Prompts come from `envs.build_messages` and `envs.render` only, so they are the 
 (valid_unseen) is ever opened here.
 """
 
-import argparse
 import random
 import re
-import sys
-import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import envs
 from mini import alfworld_games

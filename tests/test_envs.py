@@ -329,7 +329,7 @@ def test_alfworld_states(scripted_game):
 
 
 def test_real_games_of_six_families_are_won_in_the_pool(tmp_path):
-    """Generated games, two slots on one worker at the same time, won by the package's expert; then each once more, idle."""
+    """Generated games, two slots on one worker at the same time, won by the package's expert."""
     pytest.importorskip("alfworld")
     games = pytest.importorskip("mini.alfworld_games")
     games.generate(tmp_path, train=6, seen=1, unseen=1, progress=False)
@@ -343,15 +343,15 @@ def test_real_games_of_six_families_are_won_in_the_pool(tmp_path):
             while len(ended) < 2:
                 for slot, state in pool.poll(10):
                     assert isinstance(state, State), state
+                    seen = state.observation
                     if slot not in players:
-                        task = (a, b)[slot]
-                        assert state.task and "Your task is to: " + state.task in state.observation
-                        assert "Welcome" not in state.observation and "help" in state.admissible
-                        players[slot] = games.Expert(task.data["game"], "Welcome\n" + state.observation)
+                        assert state.task and "Your task is to: " + state.task in seen and "Welcome" not in seen
+                        seen = "Welcome " + seen  # the package's expert knows a first observation by this word
+                        players[slot] = games.Expert((a, b)[slot].data["game"], seen)
                     if state.done:
                         ended[slot] = state
                     else:
-                        pool.step(slot, players[slot].act(state.observation, state.admissible))
+                        pool.step(slot, players[slot].act(seen, state.admissible))
             assert all(s.success and s.reward == 1.0 and s.score == 1.0 for s in ended.values())
         pool.start(0, tasks[0], 0)
         [(_, state)] = pool.poll(10)
@@ -405,46 +405,7 @@ def test_own_environment_from_the_current_folder(tmp_path):
 # ---------------------------------------------------------------- worker pool
 
 
-class Trouble:
-    """Does what it is told, in a worker."""
-
-    name, role, tool_description, max_steps = "trouble", "r", "d", 9
-
-    @staticmethod
-    def tasks(split, data=None):
-        return []
-
-    def reset(self, task, seed):
-        self.log = [task.id, seed]
-        return self.say("started")
-
-    def step(self, action):
-        self.log.append(action)
-        verb, _, value = action.partition(" ")
-        if verb == "sleep":
-            time.sleep(float(value))
-        elif verb == "raise":
-            raise ValueError(value)
-        elif verb == "exit":
-            os._exit(int(value))
-        elif verb == "return":
-            return value
-        elif verb == "big":
-            return self.say("x" * int(value))
-        elif verb == "unpicklable":
-            return State("o", [], "t", info={"f": lambda: 0})
-        return self.say(verb)
-
-    def say(self, text):
-        loaded = [name for name in ("torch", "transformers", "textworld") if name in sys.modules]
-        return State(text, [], "t", info={"pid": os.getpid(), "log": list(self.log), "loaded": loaded})
-
-    def close(self):
-        if "leave a note" in self.log:
-            Path(self.log[0]).write_text("closed")
-
-
-TROUBLE = f"{__name__}:Trouble"
+TROUBLE = "trouble_env:Trouble"
 
 
 def task(name="task"):
@@ -501,12 +462,12 @@ def test_slots_are_separate_and_workers_shared(pool):
 
 def test_answers_come_as_they_are_ready(pool):
     start_all(pool)
-    pool.step(0, "sleep 1")
+    pool.step(0, "sleep 1.5")
     pool.step(1, "quick")
     begin = time.monotonic()
     assert [(slot, state.observation) for slot, state in pool.poll(30)] == [(1, "quick")]
-    assert time.monotonic() - begin < 0.9
-    assert pool.poll(0.0) == [] and time.monotonic() - begin < 0.9  # does not wait
+    assert time.monotonic() - begin < 1.4
+    assert pool.poll(0.0) == [] and time.monotonic() - begin < 1.4  # does not wait
     assert [(slot, state.observation) for slot, state in pool.poll(30)] == [(0, "sleep")]
 
 
@@ -527,7 +488,7 @@ def test_large_answers_while_nobody_polls(pool):
 
 
 @pytest.mark.parametrize("command, reason", [
-    ("raise no such drawer", r"ValueError: no such drawer \(test_envs.py, line \d+\)"),
+    ("raise no such drawer", r"ValueError: no such drawer \(trouble_env.py, line \d+\)"),
     ("return something", "step returned a str, not a State"),
     ("unpicklable", "lambda|pickle"),
 ])  # fmt: skip
@@ -577,25 +538,25 @@ def test_start_while_the_dead_worker_still_owes_an_answer(pool):
     assert "ended with exit code 3" in answers[0].reason and answers[2].info["log"] == ["t2", 0]
 
 
-@pytest.mark.parametrize("pool", [{"deadline": 0.5}], indirect=True)
+@pytest.mark.parametrize("pool", [{"deadline": 1.0}], indirect=True)
 def test_hanging_worker_is_ended_at_the_deadline(pool):
     pids = {slot: state.info["pid"] for slot, state in start_all(pool).items()}
     begin = time.monotonic()
     answers = ask(pool, s0="sleep 600", s1="b", s2="c")
-    assert 0.5 <= time.monotonic() - begin < 10
-    assert "did not answer within 0.5 s" in answers[0].reason and isinstance(answers[2], Failure)
+    assert 1.0 <= time.monotonic() - begin < 10
+    assert "did not answer within 1 s" in answers[0].reason and isinstance(answers[2], Failure)
     assert answers[1].observation == "b"
     assert not os.path.exists(f"/proc/{pids[0]}")
     assert ask(pool, s0=task("new"), s3="d")[0].info["log"] == ["new", 0]
 
 
-@pytest.mark.parametrize("pool", [{"deadline": 1.0}], indirect=True)
+@pytest.mark.parametrize("pool", [{"deadline": 1.5}], indirect=True)
 def test_the_deadline_is_for_one_request_and_not_for_the_queue(pool):
     start_all(pool)
-    answers = ask(pool, s0="sleep 0.7", s2="sleep 0.7")  # 1.4 s on one worker
+    answers = ask(pool, s0="sleep 0.9", s2="sleep 0.9")  # 1.8 s on one worker
     assert [answers[0].observation, answers[2].observation] == ["sleep", "sleep"]
     pool.step(0, "sleep 0.1")
-    time.sleep(1.3)  # the main process was busy elsewhere: the answer is there, only unread
+    time.sleep(1.6)  # the main process was busy elsewhere: the answer is there, only unread
     assert pool.poll(0)[0][1].observation == "sleep"
 
 

@@ -32,7 +32,7 @@ Choices
   - Paper silent: mu is taken over the whole optimiser mini-batch, all micro-batches and ranks.
   - Paper silent: log-ratios are clamped to [-20, 20] before exp.
   - Paper silent: a truncated trajectory ends with V_T = 0 unless the caller supplies V(s_T).
-  - Paper silent: an action without tokens has loss 0 and does not count in B; in token credit its reward goes to the token before it.
+  - Paper silent: an action without tokens has loss 0 and no place in B; token credit moves its reward to the token before.
 
 Run `python capo_action.py` for a worked example, `torchrun --nproc_per_node=2 train.py --algo capo_action` to train.
 This file needs torch and the standard library only; copy it.
@@ -60,6 +60,7 @@ class Config:
     entropy_coef: float = 0.0  # weight of the entropy bonus [authors]
     ratio: Literal["action", "sqrt", "mean", "product", "token"] = "action"  # importance ratio; all but action: ablations
     credit: Literal["action", "token"] = "action"  # one value and advantage per action, or per token (PPO)
+    bootstrap_truncated: bool = False  # V(s_T) instead of 0 after the last action of a truncated trajectory [ours]
     critic_warmup: int = 0  # first iterations that train the critic alone [authors]
 
     @property
@@ -120,7 +121,7 @@ def token_gae(*, rewards, values, mask, traj, step, gamma: float = 0.99, lam: fl
     Returns advantages and returns, (N, L) float64, 0 where mask is False.
     """
     rewards, mask = _vector(rewards), _mask(mask)
-    values = torch.where(mask, torch.as_tensor(values).double(), 0.0)
+    values = torch.where(mask, torch.as_tensor(values, dtype=torch.float64), 0.0)
     advantages = torch.zeros_like(values)
     for rows in _trajectories(traj, step).values():
         next_value, next_advantage, reward = 0.0, 0.0, 0.0
@@ -129,7 +130,7 @@ def token_gae(*, rewards, values, mask, traj, step, gamma: float = 0.99, lam: fl
             tokens = mask[n].nonzero().flatten()
             row_values = values[n, tokens].tolist()
             row_advantages = []
-            # Paper silent: an action without tokens has loss 0 and does not count in B; in token credit its reward goes to the token before it.
+            # Paper silent: an action without tokens has loss 0 and no place in B; token credit moves its reward to the token before.
             for value in reversed(row_values):
                 next_advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
                 next_value, reward = value, 0.0
@@ -191,7 +192,7 @@ def policy_loss(log_ratio, mask, advantages, *, mu, eps: float = 1e-3, alpha: fl
     """
     real = _mask(mask).any(1)
     w = action_ratio(log_ratio, mask, mu=mu, alpha=alpha, kind=kind)
-    adv = torch.where(real, advantages, 0.0).to(w.dtype)
+    adv = torch.where(real, torch.as_tensor(advantages, dtype=w.dtype, device=w.device), 0.0)
     unclipped, clipped = w * adv, w.clamp(1 - eps, 1 + eps) * adv
     return torch.where(real, -torch.minimum(unclipped, clipped), 0.0), real & (clipped < unclipped)
 
@@ -221,7 +222,8 @@ def kl_penalty(logp: Tensor, logp_ref: Tensor) -> Tensor:
 def advantages(batch: dict, cfg: Config) -> dict:
     """Credit of every row of an iteration, all ranks together.
 
-    batch: traj, step, reward (N,); value (N, L), column 0 read at the last prompt token; mask (N, L).
+    batch: traj, step, reward, truncated (N,); value (N, L), column 0 read at the last prompt token; mask (N, L); with
+    bootstrap_truncated also bootstrap, {trajectory id: V(s_T)}.
     Returns adv and ret, float32: (N, 1) for credit=action, the advantage shared by all tokens of the action, or (N, L).
     """
     order = dict(traj=batch["traj"], step=batch["step"], gamma=cfg.gamma, lam=cfg.lam)
@@ -230,7 +232,11 @@ def advantages(batch: dict, cfg: Config) -> dict:
         adv, ret = token_gae(rewards=batch["reward"], values=value, mask=mask, **order)
         adv[mask] = whiten(adv[mask])
         return {"adv": adv.float(), "ret": ret.float()}
-    adv, ret = action_gae(rewards=batch["reward"], values=value[:, 0], bootstrap=batch.get("bootstrap"), **order)
+    bootstrap = {}
+    if cfg.bootstrap_truncated:
+        truncated = {i for i, cut in zip(_list(batch["traj"]), batch["truncated"], strict=True) if cut}
+        bootstrap = {i: v for i, v in batch["bootstrap"].items() if i in truncated}
+    adv, ret = action_gae(rewards=batch["reward"], values=value[:, 0], bootstrap=bootstrap, **order)
     return {"adv": whiten(adv).float()[:, None], "ret": ret.float()[:, None]}
 
 
@@ -259,16 +265,18 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
     Returns the scalar and {metric: (sum, count)}; a metric that ends in /max is reduced by maximum instead.
     """
     mask, zero = _mask(batch["mask"]), batch["logp_old"].new_zeros(())
+    denom = {name: count.clamp(min=1) for name, count in denom.items()}
     total, metrics = zero, {}
     if "logp" in out:
-        logp, logp_old, logp_ref = (torch.where(mask, x, zero) for x in (out["logp"], batch["logp_old"], batch["logp_ref"]))
+        reference = batch["logp_ref"] if cfg.kl_coef else batch["logp_old"]  # without a reference the KL is to the rollout policy
+        logp, logp_old, logp_ref = (torch.where(mask, x, zero) for x in (out["logp"], batch["logp_old"], reference))
         z, mu = logp - logp_old, (pre[0] / pre[1].clamp(min=1)).to(zero.dtype) if len(pre) else zero
         length = mask.sum(1)
         if cfg.ratio == "token":
             adv = torch.where(mask, batch["adv"].expand_as(z), zero)
             per_term = torch.where(mask, token_loss(z, adv, eps=cfg.token_eps, c=cfg.dual_clip), zero)
             w, real = _exp(z.detach()), mask
-            clipped = mask & (torch.where(adv < 0, 1 - cfg.token_eps - w, w - 1 - cfg.token_eps) > 0)
+            clipped = mask & (w.clamp(1 - cfg.token_eps, 1 + cfg.token_eps) * adv < w * adv)
             bins = length[:, None].expand_as(mask)
         else:
             adv_act = batch["adv"][:, 0]
@@ -283,7 +291,7 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
         policy = per_term.sum() / denom["policy"]
         total = total + policy + (cfg.kl_coef * kl.sum() - cfg.entropy_coef * entropy.sum()) / denom["kl"]
         metrics |= {
-            "policy/loss": (per_term.sum(), denom["policy"]),
+            "policy/loss": (per_term.sum(), real.sum()),
             "policy/kl": (kl.sum(), mask.sum()),
             "policy/entropy": (entropy.sum(), mask.sum()),
             "policy/ratio": (w[real].sum(), real.sum()),
@@ -313,7 +321,7 @@ def _exp(log_w: Tensor) -> Tensor:
 
 
 def _vector(x) -> Tensor:
-    x = torch.as_tensor(x).detach().double()
+    x = torch.as_tensor(x, dtype=torch.float64).detach().cpu()
     assert x.ndim == 1, f"expected one value per row, got shape {tuple(x.shape)}"
     return x
 
@@ -342,7 +350,7 @@ def _list(x) -> list[int]:
 
 def example() -> None:
     """Two trajectories by hand: lengths 1, 4, 9 have roots 1, 2, 3; gamma = 1/2 and eps = 0.05 keep the numbers short."""
-    traj, step, reward, value = [0, 0, 0, 1, 1], [0, 1, 2, 0, 1], [0.0, 0, 1, 0, 0], [0.25, 0.5, 0.5, 0.25, 0.0]
+    traj, step, reward, value = [0, 0, 0, 1, 1], [0, 1, 2, 0, 1], [0.0, 0, 1, 0, 0], [0.2, 0.3, 0.5, 0.2, 0.1]
     z_rows = [[0.02] * 4, [0.0], [0.03] * 9, [-0.02] * 4, [0.06] * 1]
     length = max(map(len, z_rows))
     mask = torch.tensor([[i < len(z) for i in range(length)] for z in z_rows])
@@ -355,15 +363,16 @@ def example() -> None:
     per_action, clipped = policy_loss(z, mask, white, mu=mu, eps=0.05)
     print("gamma = 0.5, lam = 1, alpha = 1/2, eps = 0.05")
     print(f"mu = {total:.4f} / {count} tokens = {mu:.6f}\n")
-    print("traj step  r_t    V_t |    A_t    G_t  whitened |  L  sum z  log w_t     w_t  clip |    loss")
-    for n in range(len(traj)):
-        print(
-            f"{traj[n]:4d} {step[n]:4d} {reward[n]:4.1f} {value[n]:6.3f} | {adv[n]:6.3f} {ret[n]:6.3f} {white[n]:9.5f} | "
-            f"{len(z_rows[n]):2d} {sum(z_rows[n]):6.3f} {w[n].log():8.5f} {w[n]:7.5f}  {'yes' if clipped[n] else 'no':>4s} | {per_action[n]:7.5f}"
-        )
-    print(f"\nloss = mean over {len(traj)} actions = {per_action.mean():.6f}")
-    print("check: A of trajectory 0, step 1 = 0 + 0.5 V_2 - V_1 + 0.5 A_2 = 0 + 0.25 - 0.5 + 0.5 x 0.5 = 0")
-    print("check: log w of its step 2 = mu + (0.27 - 9 mu) / 3; a longer action counts by the root of its length")
+    print("traj step  r_t    V_t |    A_t    G_t  whitened |  L  sum z  log w_t     w_t  clip |     loss")
+    for n, z_row in enumerate(z_rows):
+        credit = f"{traj[n]:4d} {step[n]:4d} {reward[n]:4.1f} {value[n]:6.3f} | {adv[n]:6.3f} {ret[n]:6.3f} {white[n]:9.5f}"
+        ratio = f"{len(z_row):2d} {sum(z_row):6.3f} {w[n].log():8.5f} {w[n]:7.5f} {'yes' if clipped[n] else 'no':>5s}"
+        print(f"{credit} | {ratio} | {per_action[n]:8.5f}")
+    print(f"\nloss = mean over {len(traj)} actions = {per_action.mean():.6f}\n")
+    print("By hand, trajectory 0, last step:  delta = 1 - 0.5 = 0.5 = A;  G = A + V = 1")
+    print("                       step 1:     delta = 0 + 0.5 x 0.5 - 0.3 = -0.05;  A = -0.05 + 0.5 x 0.5 = 0.2")
+    print("the last action has 9 tokens:      log w = mu + (0.27 - 9 mu) / 3 = 0.09 - 2 mu = 0.055263")
+    print("and A > 0, w > 1 + eps, so it is clipped: loss = -(1 + eps) x whitened A")
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class TransformersEngine:
             if name in own:
                 own[name].copy_(tensor)
         check_names(set(own), sent)
-        self.kv.zero_()  # a NaN left by broken weights would act through the mask
+        self.kv = self._cache(0, 0)  # a NaN left in it by broken weights would act through the mask
 
     def sleep(self):
         """Drop the cache; weights go to the host."""

@@ -1,7 +1,7 @@
 """Milliseconds that an ALFWorld game costs: the stock engine against `alfworld_fast`, in one run.
 
-    python bench/alfworld.py                       # 3 small and 3 whole rooms, 30 steps each, about a minute
-    python bench/alfworld.py --games 6 --steps 50
+    python bench/alfworld.py                       # 6 small and 6 whole rooms, one of each family, 30 steps: about a minute
+    python bench/alfworld.py --games 12 --steps 50
 
 Makes its own games in a temporary folder. Both engines play the same commands and must answer the same, so this is a
 proof as well. "first": the game is new to the process; "again": it was played before, as by the other rollouts of a
@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this folder, where `alfworld` would be this file
 
-import fast_downward
-from tqdm import tqdm
+import fast_downward  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
-import alfworld_fast
-from mini import alfworld_games
+import alfworld_fast  # noqa: E402
+from mini import alfworld_games  # noqa: E402
 
 
 class Clock:
@@ -106,7 +106,7 @@ def report(rooms, clocks, games, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--games", type=int, default=3, help="games of each size, of different families (default: %(default)s)")
+    parser.add_argument("--games", type=int, default=6, help="games of each size, of different families (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="steps of an episode (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other games (default: %(default)s)")
     args = parser.parse_args()

@@ -7,14 +7,23 @@ To cover another algorithm file, add its name and edits to MUTANTS; its tests ar
 """
 
 import ast
+import contextlib
+import io
+import multiprocessing
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two mutants run at a time
+
+import hypothesis  # noqa: E402, F401
+import numpy  # noqa: E402, F401
+import pytest  # noqa: E402
+import torch  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +70,6 @@ MUTANTS = {
         ("upper clip side only", "w.clamp(1 - eps, 1 + eps) * adv\n", "w.clamp(max=1 + eps) * adv\n"),
         ("lower clip side only", "w.clamp(1 - eps, 1 + eps) * adv\n", "w.clamp(min=1 - eps) * adv\n"),
         ("clip flag where it does not act", "real & (clipped < unclipped)", "real & (clipped != unclipped)"),
-        ("advantage of a row without tokens", "adv = torch.where(real, advantages, 0.0).to(", "adv = advantages.to("),
         ("token loss: max for min", "clipped = torch.minimum(w * advantages", "clipped = torch.maximum(w * advantages"),
         ("token loss: upper clip side only", "w.clamp(1 - eps, 1 + eps) * advantages)", "w.clamp(max=1 + eps) * advantages)"),
         ("dual clip on the wrong side", "torch.where(advantages < 0, torch.max", "torch.where(advantages > 0, torch.max"),
@@ -106,8 +114,9 @@ def complaints(file, source):
     return found
 
 
-def run_tests(file, source):
-    """Exit code of the file's tests against this source: 0 passed, 1 failed, 124 ran too long, others broken."""
+def run_tests(job):
+    """(exit code of pytest, its output) for one file's tests against a changed source, in a process of its own."""
+    file, source = job
     name = file.removesuffix(".py")
     with tempfile.TemporaryDirectory() as folder:
         tests = Path(folder, "tests")
@@ -117,13 +126,20 @@ def run_tests(file, source):
             shutil.copy(path, tests)
         if (ROOT / "tests/vectors").is_dir():
             shutil.copytree(ROOT / "tests/vectors", tests / "vectors")
-        command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/test_{name}.py"]
-        env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(command, cwd=folder, env=env, timeout=300, capture_output=True, text=True)
-        except subprocess.TimeoutExpired:
-            return 124, ""
-        return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+        os.chdir(folder)
+        sys.path[0] = folder  # in place of the folder of this script
+        signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(300)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--rootdir", folder, f"tests/test_{name}.py"])
+        signal.alarm(0)
+        os.chdir(ROOT)
+        return int(code), output.getvalue()
+
+
+def too_long(*_):
+    raise TimeoutError("the tests take longer than 300 s")
 
 
 def check(file):
@@ -134,23 +150,23 @@ def check(file):
         print(f"  {line}")
     if faults:
         return len(faults)
-    code, output = run_tests(file, source)
-    if code != 0:
-        print(f"  the unchanged file fails its own tests, so nothing can be said:\n{output}")
-        return 1
-
-    def judge(mutant):
-        code, output = run_tests(file, source.replace(mutant[1], mutant[2]))
-        return {0: "SURVIVED", 1: "killed", 124: "killed (hangs)"}.get(code, f"BROKEN (pytest exit code {code})"), output
-
+    edits = [("the file as it is", "", ""), *MUTANTS[file]]
+    jobs = [(file, source.replace(old, new) if old else source) for _, old, new in edits]
     bad = 0
-    with ThreadPoolExecutor(2) as pool:
-        for (what, *_), (verdict, output) in zip(MUTANTS[file], pool.map(judge, MUTANTS[file])):
+    # Forked from here, after the imports above: a mutant costs its tests alone. One process per mutant, two at a time.
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        for (what, old, _), (code, output) in zip(edits, pool.imap(run_tests, jobs), strict=True):
+            if not old:
+                if code != 0:
+                    print(f"  the unchanged file fails its own tests, so nothing can be said:\n{output[-3000:]}")
+                    return 1
+                continue
+            verdict = {0: "SURVIVED", 1: "killed"}.get(code, f"BROKEN (pytest exit code {code})")
             print(f"  {verdict:9s} {what}", flush=True)
-            if not verdict.startswith("killed"):
+            if code != 1:
                 bad += 1
-            if verdict.startswith("BROKEN"):
-                print(output)
+            if code not in (0, 1):
+                print(output[-3000:])
     print(f"{file}: {len(MUTANTS[file]) - bad} of {len(MUTANTS[file])} killed")
     return bad
 
@@ -168,4 +184,5 @@ def main(files):
 
 
 if __name__ == "__main__":
+    sys.dont_write_bytecode = True
     main([Path(f).name for f in sys.argv[1:]])

@@ -425,12 +425,20 @@ def ask(pool, **requests):
     for key, request in requests.items():
         slot = int(key[1:])
         pool.start(slot, request, 0) if isinstance(request, Task) else pool.step(slot, request)
+    return collect(pool, len(requests))
+
+
+def collect(pool, n):
+    """The next n answers, {slot: answer}."""
     answers, until = {}, time.monotonic() + 60
-    while len(answers) < len(requests) and time.monotonic() < until:
+    while len(answers) < n:
+        assert time.monotonic() < until, f"only {sorted(answers)} answered"
         for slot, answer in pool.poll(1):
             assert slot not in answers
             answers[slot] = answer
-    assert len(answers) == len(requests)
+        if not answers:
+            time.sleep(0.01)  # poll returns at once where nothing is due
+    assert len(answers) == n
     return answers
 
 
@@ -481,10 +489,7 @@ def test_large_answers_while_nobody_polls(pool):
     for slot in range(4):
         pool.step(slot, "big 3000000")
     time.sleep(0.3)
-    got = {}
-    while len(got) < 4:
-        got |= {slot: len(state.observation) for slot, state in pool.poll(10)}
-    assert got == dict.fromkeys(range(4), 3_000_000)
+    assert [len(state.observation) for state in collect(pool, 4).values()] == [3_000_000] * 4
 
 
 @pytest.mark.parametrize("command, reason", [
@@ -506,9 +511,7 @@ def test_killed_worker_fails_its_own_trajectories_and_is_replaced(pool):
     pool.step(0, "sleep 30")
     pool.step(1, "b")
     os.kill(pids[0], signal.SIGKILL)
-    got = {}
-    while len(got) < 2:
-        got |= dict(pool.poll(10))
+    got = collect(pool, 2)
     assert isinstance(got[0], Failure) and "killed by signal 9" in got[0].reason
     assert got[1].observation == "b"
     # Slot 2 lived there too: its next step says so, once, also after slot 0 has started the new worker.
@@ -532,9 +535,7 @@ def test_start_while_the_dead_worker_still_owes_an_answer(pool):
     pool.step(0, "exit 3")
     assert wait_until(lambda: not exists(pid))
     pool.start(2, task("t2"), 0)
-    answers = {}
-    while len(answers) < 2:
-        answers |= dict(pool.poll(10))
+    answers = collect(pool, 2)
     assert "ended with exit code 3" in answers[0].reason and answers[2].info["log"] == ["t2", 0]
 
 

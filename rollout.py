@@ -388,6 +388,7 @@ class Trajectory:
     terminated: bool  # ended by the environment
     truncated: bool  # else, by the step limit or for want of context
     failed: str | None  # why it has no rows
+    last_prompt: np.ndarray | None = None  # (P,) int32, truncated ones: the prompt of s_T, where it fits
 
 
 @dataclass
@@ -439,25 +440,27 @@ def rollout(
         # Without the sample's number: all rollouts of a group start from the same state.
         pool.start(ep.slot, at.task, stable_seed(run_seed, iteration, at.task.id) % 2**31)
 
-    def finish(ep, *, terminated=False, failed=None):
+    def finish(ep, *, terminated=False, failed=None, last_prompt=None):
         at, kept = live.pop(ep.at.traj).at, [] if failed else ep.rows
         free.append(ep.slot)
         rows.extend(kept)
         trajectories.append(Trajectory(
             at.traj, at.group, at.task.id, at.task.kind, outcome=float(sum(row.reward for row in kept)),
             success=not failed and bool(ep.state.success), score=0.0 if failed else float(ep.state.score), steps=len(kept),
-            terminated=terminated, truncated=not (terminated or failed), failed=failed,
+            terminated=terminated, truncated=not (terminated or failed), failed=failed, last_prompt=last_prompt,
         ))  # fmt: skip
         if progress:
             progress(trajectories[-1])
 
+    def prompt_of(ep):
+        messages, tools = build_messages(
+            style, env, state=ep.state, history=ep.history, step=len(ep.rows), history_length=history_length
+        )
+        return render(tokenizer, messages, tools)
+
     def ask(ep):
         """Send the next prompt, or end the episode if it does not fit."""
-        step = len(ep.rows)
-        messages, tools = build_messages(
-            style, env, state=ep.state, history=ep.history, step=step, history_length=history_length
-        )
-        ep.prompt = render(tokenizer, messages, tools)
+        step, ep.prompt = len(ep.rows), prompt_of(ep)
         room = min(response_tokens, context - len(ep.prompt))
         if len(ep.prompt) <= prompt_tokens and room > 0:
             seed = stable_seed(run_seed, iteration, ep.at.task.id, ep.at.sample, step)
@@ -496,8 +499,11 @@ def rollout(
             row = ep.rows[-1]
             row.reward += float(answer.reward * success_reward)
             row.info = {**(answer.info if row.info["sent"] else {}), "score": float(answer.score), **row.info}
-            if answer.done or len(ep.rows) >= max_steps:
-                return finish(ep, terminated=answer.done)
+            if answer.done:
+                return finish(ep, terminated=True)
+            if len(ep.rows) >= max_steps:
+                prompt = np.array(prompt_of(ep), np.int32)
+                return finish(ep, last_prompt=prompt if len(prompt) <= prompt_tokens else None)
         ready.append(ep)
 
     while queue or live:

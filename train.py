@@ -174,7 +174,7 @@ def score(plan, rows, models, cfg, needs, ranks) -> dict:
     for minibatch in plan:
         for picks in minibatch[ranks.rank]:
             batch = collate(rows, picks, {}, ranks.device)
-            out = {"logp_old": policy_out(models["policy"], batch)["logp"]}
+            out = {"logp_old": policy_out(models["policy"], batch)["logp"]} if "policy" in models else {}
             if "reference" in models:
                 reference = policy_out(models["reference"], batch)
                 out |= {"logp_ref": reference["logp"]} | ({"hidden": reference["hidden"]} if "hidden" in needs else {})
@@ -186,6 +186,18 @@ def score(plan, rows, models, cfg, needs, ranks) -> dict:
                 mine[row] = {name: x[k] if name == "hidden" else x[k, :length] for name, x in out.items()}
     everyone = {row: values for part in ranks.gather(mine) for row, values in part.items()}
     return {name: [everyone[row][name] for row in range(len(rows))] for name in everyone[0]}
+
+
+def last_values(trajectories, s: Settings, models, cfg, ranks) -> dict:
+    """{trajectory id: V(s_T)} of the truncated trajectories, for `bootstrap_truncated`."""
+    cut = [t for t in trajectories if t.last_prompt is not None]
+    if not cut:
+        return {}
+    empty = np.zeros(1, np.int32)  # the critic reads the prompt alone
+    states = [rollout.Row(t.group, t.traj, t.steps, t.last_prompt, empty, empty, "", "", 0.0, False, "", {}) for t in cut]
+    plan = plan_pass([len(t.last_prompt) for t in cut], size=len(cut), world=ranks.world, budget=s.micro_tokens, seed=(0,))
+    values = score(plan, states, {"critic": models["critic"]}, cfg, (), ranks)["value"]
+    return {t.traj: float(v[0]) for t, v in zip(cut, values, strict=True)}
 
 
 def as_batch(rows, trajectories, columns) -> dict:
@@ -207,6 +219,7 @@ def as_batch(rows, trajectories, columns) -> dict:
         "invalid": [r.invalid for r in rows],
         "obs": [r.observation for r in rows],
         "outcome": [of[r.traj].outcome for r in rows],
+        "truncated": [of[r.traj].truncated for r in rows],
         "info": [r.info for r in rows],
         "mask": torch.arange(width) < torch.tensor([len(r.response_ids) for r in rows])[:, None],
         **{name: pad(column) for name, column in columns.items()},
@@ -539,7 +552,10 @@ def main(argv=None):
                 columns = score(plans[0], rows, models, cfg, algo.NEEDS, ranks)
                 metrics |= mismatch(rows, columns["logp_old"], cfg, ranks, warn=number == run.start + 1)
             with clock("credit"):  # 3. credit over the whole batch
-                columns |= per_row(algo.advantages(as_batch(rows, trajectories, columns), cfg), rows)
+                batch = as_batch(rows, trajectories, columns)
+                if getattr(cfg, "bootstrap_truncated", False):
+                    batch["bootstrap"] = last_values(trajectories, s, models, cfg, ranks)
+                columns |= per_row(algo.advantages(batch, cfg), rows)
                 metrics |= describe_credit(columns)
             with clock("update"):  # 4. mini-batch updates
                 train_policy = number > getattr(cfg, "critic_warmup", 0)

@@ -1,6 +1,6 @@
 """Milliseconds that an ALFWorld game costs: the stock engine against `alfworld_fast`, in one run.
 
-    python bench/alfworld.py                       # 6 small and 6 whole rooms, one of each family, 30 steps: about a minute
+    python bench/alfworld.py                       # 6 small and 6 whole rooms, one of each family, 30 steps: 1-2 minutes
     python bench/alfworld.py --games 12 --steps 50
 
 Makes its own games in a temporary folder. Both engines play the same commands and must answer the same, so this is a

@@ -283,7 +283,7 @@ class Expert:
         self.agent = HandCodedTWAgent(max_steps=200)
         self.agent.reset(str(game_file))
         self.agent.observe("Welcome " + feedback)  # how it knows a first feedback; the greeting may be gone
-        self.held, self.inside, self.states, self.last = None, {}, {}, "look"
+        self.held, self.inside, self.states, self.last = None, {}, {}, None
 
     @property
     def subgoal(self):
@@ -293,12 +293,15 @@ class Expert:
 
     def act(self, feedback, admissible):
         """The next command, always an admissible one. Raises handcoded_expert.HandCodedAgentTimeout after 200 of them."""
-        self.follow(feedback)
+        if self.last is None:
+            feedback = "Welcome " + feedback  # it looks for the greeting here, too, and wanders about without it
+        else:
+            self.follow(feedback)
         facts = [Fact("inreceptacle", pair) for pair in self.inside.items()]
         facts += [Fact(state, (name,)) for name, state in self.states.items()]
         facts += [Fact("holds", ("agent", self.held))] if self.held else []
         state = {"feedback": feedback, "admissible_commands": admissible, "facts": facts}
-        command = self.agent.act(state, 0, False, self.last.replace("move ", "put ", 1))
+        command = self.agent.act(state, 0, False, (self.last or "look").replace("move ", "put ", 1))
         self.last = command if command in admissible else "look"
         return self.last
 

@@ -1,4 +1,4 @@
-"""A whole environment of one's own, to copy from: `python train.py --env tests.example_env:GuessNumber` trains on it."""
+"""An environment of one's own, to copy from: `python train.py --env tests.example_env:GuessNumber` trains on it."""
 
 import random
 

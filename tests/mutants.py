@@ -40,7 +40,7 @@ MUTANTS = {
             'float(bootstrap.get(trajectory, 0.0)), 0.0\n',
             'float(bootstrap.get(trajectory, 0.0)), locals().get("next_advantage", 0.0)\n',
         ),
-        ("returns lack the value", "= next_advantage\n    return advantages, advantages + values", "= next_advantage\n    return advantages, advantages"),
+        ("returns lack the value", "= next_advantage\n    return advantages, advantages +", "= next_advantage\n    return advantages, 0 *"),
         ("bootstrap ignored", "bootstrap.get(trajectory, 0.0)", "0.0"),
         ("reward on every token", "next_value, reward = value, 0.0", "next_value = value"),
         ("an empty reply's reward lost", "reward += float(rewards[n])", "reward = float(rewards[n])"),
@@ -86,8 +86,8 @@ MUTANTS = {
         ("local denominator: KL", ') / denom["kl"]', ") / mask.sum().clamp(min=1)"),
         ("local denominator: value", 'per_row.sum() / denom["value"]', "per_row.sum() / real.sum().clamp(min=1)"),
         ("KL rewarded", "(cfg.kl_coef * kl.sum() -", "(-cfg.kl_coef * kl.sum() -"),
-        ("KL over masked cells", "kl = torch.where(mask, kl_penalty(logp, logp_ref), zero)", "kl = kl_penalty(out['logp'], batch['logp_ref'])"),
-        ("values of rows without tokens", "per_row = torch.where(real, value_loss(", "per_row = torch.where(real | True, value_loss("),
+        ("KL over masked cells", "torch.where(mask, kl_penalty(logp, logp_ref), zero)", "kl_penalty(out['logp'], batch['logp_ref'])"),
+        ("values of rows without tokens", "else mask.any(1, keepdim=True)", "else torch.ones_like(mask[:, :1])"),
     ],
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ def models_of(agent, ranks, *, temperature=0.7, chunk=5, dtype=torch.float64):
     policy = Policy(AutoModelForCausalLM.from_pretrained(agent, dtype=dtype), temperature=temperature, chunk=chunk)
     backbone = AutoModel.from_pretrained(agent, dtype=dtype)
     critic = Critic(backbone, backbone.config.hidden_size)
-    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return {"policy": shard(policy, ranks, dtype), "critic": shard(critic, ranks, dtype)}
 
 

@@ -497,9 +497,12 @@ def test_large_answers_while_nobody_polls(pool):
     ("return something", "step returned a str, not a State"),
     ("unpicklable", "lambda|pickle"),
 ])  # fmt: skip
-def test_an_exception_fails_its_slot_only(pool, command, reason):
+def test_an_exception_fails_its_slot_only(pool, command, reason, tmp_path):
     pids = {slot: state.info["pid"] for slot, state in start_all(pool).items()}
+    ask(pool, s0=task(str(tmp_path / "note")))
+    ask(pool, s0="leave a note")
     answers = ask(pool, s0=command, s1="b", s2="c", s3="d")
+    assert (tmp_path / "note").read_text() == "closed"
     assert isinstance(answers[0], Failure) and re.search(reason, answers[0].reason)
     assert [answers[slot].observation for slot in (1, 2, 3)] == ["b", "c", "d"]
     again = ask(pool, s0=task("new"))[0]
@@ -529,14 +532,17 @@ def test_idle_slot_of_a_killed_worker_just_starts(pool):
     assert pool.poll(0.0) == []
 
 
-def test_start_while_the_dead_worker_still_owes_an_answer(pool):
-    """Slot 0's request dies with the worker and is not polled yet when slot 2 starts: each gets its own answer."""
-    pid = ask(pool, s0=task())[0].info["pid"]
-    pool.step(0, "exit 3")
-    assert wait_until(lambda: not exists(pid))
-    pool.start(2, task("t2"), 0)
-    answers = collect(pool, 2)
-    assert "ended with exit code 3" in answers[0].reason and answers[2].info["log"] == ["t2", 0]
+def test_start_while_the_dead_worker_still_owes_answers():
+    """Two slots were answered and one lost its request, all still unread, when a fourth starts: each gets its own."""
+    with contextlib.closing(Pool(TROUBLE, slots=4, workers=1)) as pool:
+        pid = ask(pool, s0=task(), s1=task(), s2=task())[0].info["pid"]
+        for slot, command in enumerate(("a", "b", "exit 3")):
+            pool.step(slot, command)
+        assert wait_until(lambda: not exists(pid))
+        pool.start(3, task("t3"), 0)
+        answers = collect(pool, 4)
+        assert [answers[0].observation, answers[1].observation] == ["a", "b"]
+        assert "ended with exit code 3" in answers[2].reason and answers[3].info["log"] == ["t3", 0]
 
 
 @pytest.mark.parametrize("pool", [{"deadline": 1.0}], indirect=True)

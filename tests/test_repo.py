@@ -227,7 +227,9 @@ NOT_HERE = ("tests/mutants.py", "-m pytest")  # CI runs these by themselves
 def readme_commands():
     """Commands of README's shell blocks that this machine can run: installing, downloading and GPU runs are left out."""
     commands = []
-    for block in re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL):
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```\s*$", readme(), re.MULTILINE | re.DOTALL):
+        if language not in ("", "bash", "sh", "shell", "console"):
+            continue
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.sub(r"\s+#.*|^\s*#.*|^\$ ", "", line).split("&&"):
                 words = part.split()
@@ -272,6 +274,8 @@ def test_readme_commands_run(tmp_path):
         elif runs:
             last = runs[-1].relative_to(copy).as_posix()
             words = [re.sub(r"^(RUN_DIR|runs/[^/]+)", last, w) for w in words]
+            saved = sorted(p.name for p in (runs[-1] / "checkpoints").glob("[0-9]*"))
+            words = [re.sub(r"/checkpoints/\d+", f"/checkpoints/{saved[-1]}", w) if saved else w for w in words]
         if words[0] == "python":
             words[0] = sys.executable
         done = subprocess.run(words, cwd=copy, env=env, capture_output=True, text=True, timeout=1500)

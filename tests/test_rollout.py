@@ -197,10 +197,8 @@ def test_a_tied_head_may_be_sent_too(engine, model):
 
 def test_an_engine_recovers_from_broken_weights(engine, model):
     engine.load_weights((name, p * math.nan) for name, p in model.named_parameters())
-    try:
-        assert all(math.isnan(x) for x in play(engine, PROMPTS[:2])[0].logps)
-    except (RuntimeError, ValueError):  # an engine may also refuse to go on
-        pass
+    with pytest.raises(UserError, match="not finite"):
+        R.check_logps(play(engine, PROMPTS[:2])[0], "here")
     engine.load_weights(model.named_parameters())
     assert mismatch(model, play(engine), 0.7) < 1e-5
 
@@ -454,7 +452,7 @@ def test_seeds():
     assert len(set(base)) == 12 and all(0 <= s < 2**63 for s in base)  # every sample and turn its own
     assert seeds(slots=1) == base and seeds(deterministic=True) == base
     assert not set(base) & (set(seeds(run_seed=2)) | set(seeds(iteration=1)))
-    assert R.stable_seed(1, 0, "train/0", 0, 0) == 7310763388155055155  # the same on every machine
+    assert R.stable_seed(1, 0, "train/0", 0, 0) == 1524155611154299798  # the same on every machine
 
 
 def test_rollouts_of_a_group_start_from_the_same_state():
@@ -536,7 +534,7 @@ class Guessing:
 def test_deterministic_rollouts_repeat_bitwise(tmp_path):
     make_model(tmp_path)
     engine = R.TransformersEngine(str(tmp_path), max_model_len=4000)
-    group = [R.Assignment(i, i // 2, tasks(5)[i // 2], i % 2) for i in range(10)]
+    group = [R.Assignment(i, i // 2, tasks(3)[i // 2], i % 2) for i in range(6)]
 
     def play(run_seed, deterministic=True):
         settings = {"run_seed": run_seed, "deterministic": deterministic, "response_tokens": 9, "max_steps": 5}

@@ -37,8 +37,8 @@ def make_model(folder, *, tied=True, seed=0):
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=tied, eos_token_id=7, initializer_range=0.1,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=tied, eos_token_id=7, initializer_range=0.1,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""An environment that misbehaves on command, for the tests of the worker pool. In a file of its own, so workers start fast."""
+"""Misbehaves on command, for the tests of the worker pool. In a file of its own, so that workers start fast."""
 
 import os
 import sys

@@ -32,6 +32,7 @@ Choices
   - Paper silent: mu is taken over the whole optimiser mini-batch, all micro-batches and ranks.
   - Paper silent: log-ratios are clamped to [-20, 20] before exp.
   - Paper silent: a truncated trajectory ends with V_T = 0 unless the caller supplies V(s_T).
+  - Paper silent: under credit=token an action ratio takes the mean of its tokens' advantages.
   - Paper silent: an action without tokens has loss 0 and no place in B; token credit moves its reward to the token before.
 
 Run `python capo_action.py` for a worked example, `torchrun --nproc_per_node=2 train.py --algo capo_action` to train.
@@ -58,8 +59,8 @@ class Config:
     value_clip: float = 0.5  # clip range of the value update [authors]
     kl_coef: float = 0.001  # weight of the KL penalty to the starting policy; 0 runs without a reference [authors]
     entropy_coef: float = 0.0  # weight of the entropy bonus [authors]
-    ratio: Literal["action", "sqrt", "mean", "product", "token"] = "action"  # importance ratio; all but action: ablations
-    credit: Literal["action", "token"] = "action"  # one value and advantage per action, or per token (PPO)
+    ratio: Literal["action", "sqrt", "mean", "product", "token"] = "action"  # importance ratio; the others are ablations [paper]
+    credit: Literal["action", "token"] = "action"  # one value and advantage per action, or per token as in PPO [paper]
     bootstrap_truncated: bool = False  # V(s_T) instead of 0 after the last action of a truncated trajectory [ours]
     critic_warmup: int = 0  # first iterations that train the critic alone [authors]
 
@@ -69,6 +70,7 @@ class Config:
         return "tokens" if "token" in (self.credit, self.ratio) else "state"
 
 
+# Paper silent: the critic's value head starts at zero, so that the first advantages are the returns.
 NEEDS = ("critic", "reference")
 
 # Settings of the trainer per preset and environment; every one is a flag of train.py.
@@ -268,8 +270,7 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
     denom = {name: count.clamp(min=1) for name, count in denom.items()}
     total, metrics = zero, {}
     if "logp" in out:
-        reference = batch["logp_ref"] if cfg.kl_coef else batch["logp_old"]  # without a reference the KL is to the rollout policy
-        logp, logp_old, logp_ref = (torch.where(mask, x, zero) for x in (out["logp"], batch["logp_old"], reference))
+        logp, logp_old = torch.where(mask, out["logp"], zero), torch.where(mask, batch["logp_old"], zero)
         z, mu = logp - logp_old, (pre[0] / pre[1].clamp(min=1)).to(zero.dtype) if len(pre) else zero
         length = mask.sum(1)
         if cfg.ratio == "token":
@@ -280,25 +281,27 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
             bins = length[:, None].expand_as(mask)
         else:
             adv_act = batch["adv"][:, 0]
-            if batch["adv"].shape[1] > 1:  # credit=token under an action ratio: the action takes its tokens' mean
+            if cfg.credit == "token":
+                # Paper silent: under credit=token an action ratio takes the mean of its tokens' advantages.
                 adv_act = torch.where(mask, batch["adv"], zero).sum(1) / length.clamp(min=1)
             kind = dict(mu=mu, alpha=cfg.alpha, kind=cfg.ratio)
             per_term, clipped = policy_loss(z, mask, adv_act, eps=cfg.eps, **kind)
             w, real, bins = action_ratio(z.detach(), mask, **kind), mask.any(1), length
-        # Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
-        kl = torch.where(mask, kl_penalty(logp, logp_ref), zero)
         entropy = torch.where(mask, out["entropy"], zero)
-        policy = per_term.sum() / denom["policy"]
-        total = total + policy + (cfg.kl_coef * kl.sum() - cfg.entropy_coef * entropy.sum()) / denom["kl"]
+        total = total + per_term.sum() / denom["policy"] - cfg.entropy_coef * entropy.sum() / denom["kl"]
         metrics |= {
             "policy/loss": (per_term.sum(), real.sum()),
-            "policy/kl": (kl.sum(), mask.sum()),
             "policy/entropy": (entropy.sum(), mask.sum()),
             "policy/ratio": (w[real].sum(), real.sum()),
             "policy/ratio/max": (w[real].max() if real.any() else zero, None),
             "policy/mu": (mu * mask.sum(), mask.sum()),
             "policy/clip_frac": (clipped.sum(), real.sum()),
         }
+        if cfg.kl_coef:
+            # Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
+            kl = torch.where(mask, kl_penalty(logp, torch.where(mask, batch["logp_ref"], zero)), zero)
+            total = total + cfg.kl_coef * kl.sum() / denom["kl"]
+            metrics["policy/kl"] = (kl.sum(), mask.sum())
         for low, high in ((1, 15), (16, 63), (64, 255), (256, 10**9)):  # does clipping depend on the action's length?
             inside = real & (bins >= low) & (bins <= high)
             metrics[f"policy/clip_frac/len_{low}+"] = ((clipped & inside).sum(), inside.sum())

@@ -255,7 +255,8 @@ def main(argv=None):
         print(f"{args.agent} on {env_name} {s.eval_split}, {len(tasks)} tasks x {args.repeats}, T = {s.eval_temperature}, seed {s.eval_seed}")
         print(text)
         if args.json:
-            Path(args.json).write_text(json.dumps({"families": result, "trajectories": [vars(t) for t in trajectories]}, indent=1))
+            played = [{name: x for name, x in vars(t).items() if name != "last_prompt"} for t in trajectories]
+            Path(args.json).write_text(json.dumps({"families": result, "trajectories": played}, indent=1))
         if args.render:
             Path(args.render).write_text("\n".join(transcript(rows, t, tokenizer) for t in trajectories[: args.episodes]))
 

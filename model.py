@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from envs import UserError
+from envs import UserError, render
 
 ROOT = Path(__file__).resolve().parent
 
@@ -173,6 +173,17 @@ def full_weights(policy: Policy):
 def model_path(model: str) -> str:
     """A folder, a folder of this project, or else a hub name."""
     return str(ROOT / model) if not os.path.exists(model) and (ROOT / model).exists() else model
+
+
+def tokenizer_and_context(path: str):
+    """The tokenizer, with a chat template, and the most tokens that the model can read."""
+    try:
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        why = str(e).strip().split("\n")[0].rstrip(".")
+        raise UserError(f"The model {path} cannot be loaded ({why}); give --model a hub name or a folder with config, weights and tokenizer.") from e
+    render(tokenizer, [{"role": "user", "content": "?"}])  # refuses a model without chat template
+    return tokenizer, config.get_text_config().max_position_embeddings
 
 
 def end_tokens(path: str, tokenizer) -> list[int]:

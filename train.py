@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import envs
@@ -58,6 +57,7 @@ from model import (
     plan_pass,
     policy_out,
     save_checkpoint,
+    tokenizer_and_context,
 )
 
 ALGORITHMS = ("capo_action",)  # modules with the same few names: Config, NEEDS, PRESETS, advantages, ..., loss
@@ -72,7 +72,7 @@ class Settings:
     out: str = ""  # output folder; empty: runs/<algo>-<env>-<time>
     seed: int = 41  # of tasks, permutations and sampling
     iterations: int = 100  # rollout-and-update rounds
-    style: str = "think_action"  # prompt style: think_action or tool_call
+    style: typing.Literal["think_action", "tool_call"] = "think_action"  # prompt style
     tasks: int = 16  # different tasks per iteration
     rollouts: int = 8  # trajectories per task
     minibatch: int = 256  # rows (actions) per optimiser step, all ranks together
@@ -95,7 +95,7 @@ class Settings:
     eval_temperature: float = 0.4  # 0 is greedy
     eval_seed: int = 1000  # sampling seeds of evaluations, the same before and after training
     save_every: int = 10  # iterations between checkpoints; one more after the last
-    engine: str = "auto"  # auto, vllm or transformers
+    engine: typing.Literal["auto", "vllm", "transformers"] = "auto"  # auto: vllm where it is installed
     gpu_memory: float = 0.4  # share of a GPU's memory for vLLM
     micro_tokens: int = 16384  # padded tokens per forward pass and rank
     logit_chunk: int = 2048  # response positions whose logits exist at once
@@ -321,10 +321,14 @@ def mismatch(rows, logp_old, cfg, ranks: Ranks, *, warn: bool) -> dict:
             f"The engine's log-probs differ from the trainer's by {tokens.mean():.2e} on average (bound {bound:g}): it does not play the "
             "trained weights; try --engine transformers, and compare the two engines on this model."
         )
-    noise = float(np.mean([abs(np.expm1(d.sum() / np.sqrt(len(d)))) for d in differences]))
-    if warn and noise > cfg.eps:
-        ranks.say(f"warning: engine noise alone moves the action ratio by {noise:.1e}, more than the clip range {cfg.eps:g}.")
-    return {"mismatch/mean": float(tokens.mean()), "mismatch/max": float(tokens.max()), "mismatch/ratio_noise": noise}
+    noise = [abs(np.expm1(d.sum() / np.sqrt(len(d)))) for d in differences]
+    p50, p95, largest = (float(x) for x in np.quantile(noise, (0.5, 0.95, 1.0)))
+    if warn and p50 > cfg.eps:
+        ranks.say(f"warning: engine noise alone moves half of the action ratios by more than {p50:.1e}, the clip range is {cfg.eps:g}.")
+    return {
+        "mismatch/mean": float(tokens.mean()), "mismatch/max": float(tokens.max()),
+        "mismatch/ratio_p50": p50, "mismatch/ratio_p95": p95, "mismatch/ratio_max": largest,
+    }  # fmt: skip
 
 
 def peak_memory_gb(ranks: Ranks) -> float:
@@ -355,21 +359,25 @@ def draw_curve(metrics_file: Path, picture: Path, title: str):
 
 
 class Log:
-    """metrics.jsonl on rank 0: one object per iteration; a resumed run drops the lines after its checkpoint."""
+    """metrics.jsonl on rank 0: one object per iteration; a resumed run drops the lines after its checkpoint.
+
+    last: the line of the checkpoint's iteration, on every rank; without a checkpoint that of iteration 0, still empty.
+    """
 
     def __init__(self, path: Path, start: int, ranks: Ranks):
-        self.path, self.ranks = path, ranks
-        if ranks.rank == 0:
-            lines = path.read_text().splitlines() if path.exists() else []
-            keep = [line for line in lines if line.endswith("}") and json.loads(line)["iteration"] <= start]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in keep))
-            os.replace(temporary, path)
+        self.path, self.ranks, self.lines = path, ranks, {}
+        if ranks.rank == 0 and start and path.exists():
+            lines = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+            self.lines = {line["iteration"]: line for line in lines if line["iteration"] <= start}
+        self.last = ranks.gather(self.lines.get(start, {"iteration": start}))[0]
 
     def write(self, metrics: dict):
+        """Add the line of an iteration, or replace it; the file is whole at any moment."""
         if self.ranks.rank == 0:
-            with open(self.path, "a") as f:
-                f.write(json.dumps(metrics) + "\n")
+            self.lines[metrics["iteration"]] = metrics
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
+            os.replace(temporary, self.path)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -396,6 +404,15 @@ def tasks_of(tasks, s: Settings, iteration: int) -> list:
 
 def check(s: Settings, algo, context: int, world: int):
     """What can be refused before the first rollout."""
+    least = dict.fromkeys(("seed", "history_length", "eval_tasks", "eval_temperature", "eval_seed", "slots", "lr", "critic_lr"), 0)
+    least |= dict.fromkeys(("iterations", "tasks", "rollouts", "minibatch", "passes", "max_steps", "prompt_tokens", "response_tokens"), 1)
+    least |= dict.fromkeys(("eval_every", "save_every", "logit_chunk", "workers"), 1)
+    for name, bound in least.items():
+        if not getattr(s, name) >= bound:
+            raise UserError(f"--{name} {getattr(s, name)}: give at least {bound}.")
+    for name in ("temperature", "top_p", "grad_clip", "deadline"):
+        if not getattr(s, name) > 0:
+            raise UserError(f"--{name} {getattr(s, name)}: give a number above 0.")
     if s.prompt_tokens >= context:
         raise UserError(f"--prompt_tokens {s.prompt_tokens} leaves no room in the model's context of {context}; give at most {context - 1}.")
     if "groups" in algo.NEEDS and s.rollouts < 2:
@@ -421,8 +438,7 @@ class Run:
         transformers_logging.disable_progress_bar()
 
         path = model_path(s.model)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        context = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
+        self.tokenizer, context = tokenizer_and_context(path)
         check(s, algo, context, ranks.world)
         self.env = envs.environment(chosen.env)
         for turn in (0, 1):  # the first process of each machine may have to make the data
@@ -431,7 +447,7 @@ class Run:
             ranks.barrier()
         self.eval_tasks = evaluation.spread(held_out, s.eval_tasks)
         ranks.say(f"{len(self.tasks)} training tasks, {len(self.eval_tasks)} of {s.eval_split} for evaluation")
-        self.out = self.make_folder()
+        self.out = self.choose_folder()
 
         self.models = {"policy": build(Policy, path, ranks, trained=True, **self.policy_options())}
         if "critic" in algo.NEEDS:
@@ -443,7 +459,6 @@ class Run:
             for part, lr in (("policy", s.lr), ("critic", s.critic_lr)) if part in self.models
         }  # fmt: skip
         self.start = load_checkpoint(self.out / "checkpoints", chosen.algo, self.models, self.optimizers) if chosen.resume else 0
-        self.log = Log(self.out / "metrics.jsonl", self.start, ranks)
 
         self.engine = rollout.make_engine(
             s.engine, path, dtype="bfloat16" if ranks.cuda else "float32", max_model_len=min(context, s.prompt_tokens + s.response_tokens),
@@ -457,22 +472,26 @@ class Run:
             history_length=s.history_length, success_reward=s.success_reward, invalid_reward=s.invalid_reward,
             eos_ids=end_tokens(path, self.tokenizer), deterministic=s.deterministic, ranks=ranks, stop=lambda: bool(self.signals),
         )  # fmt: skip
+        if ranks.rank == 0 and not chosen.resume:  # the last thing here: a run that was refused leaves nothing
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / "config.json").write_text(json.dumps(described(chosen, s, cfg), indent=1))
+            except OSError as e:
+                raise UserError(f"--out {self.out} cannot be written ({e.strerror}); give another folder.") from e
+        self.log = Log(self.out / "metrics.jsonl", self.start, ranks)
 
     def policy_options(self) -> dict:
         return dict(temperature=self.s.temperature, chunk=self.s.logit_chunk, grad_checkpoint=self.s.grad_checkpoint)
 
-    def make_folder(self) -> Path:
+    def choose_folder(self) -> Path:
         s, chosen = self.s, self.chosen
         stamp = f"runs/{chosen.algo}-{chosen.env.replace(':', '.')}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        out, taken = Path(self.ranks.gather(s.out or stamp)[0]), None
+        out = Path(self.ranks.gather(s.out or stamp)[0])
         if not chosen.resume:
             taken = (out / "config.json").exists()
             self.ranks.barrier()
             if taken:
                 raise UserError(f"--out {out} already holds a run; continue it with --resume {out} or give another folder.")
-            if self.ranks.rank == 0:
-                out.mkdir(parents=True, exist_ok=True)
-                (out / "config.json").write_text(json.dumps(described(chosen, s, self.cfg), indent=1))
         return out
 
     def stopped(self) -> bool:
@@ -486,6 +505,9 @@ class Run:
             self.engine, self.pool, self.env, self.tokenizer, tasks_of(self.tasks, s, number), repeats=s.rollouts, seed=s.seed,
             iteration=number, temperature=s.temperature, top_p=s.top_p, label=f"rollouts {number}", **self.play_options,
         )  # fmt: skip
+
+    def evaluation_due(self, number: int) -> bool:
+        return number % self.s.eval_every == 0 or number == self.s.iterations
 
     def evaluate(self, number: int) -> dict:
         """Every held-out task once, with the same sampling seeds each time; {} when interrupted."""
@@ -511,7 +533,7 @@ class Run:
     def finish(self, number: int):
         s, ranks, out = self.s, self.ranks, self.out
         self.save(number)
-        if number == s.iterations:
+        if number == s.iterations and not self.stopped():
             export(out / "export", self.models["policy"], self.tokenizer, described(self.chosen, s, self.cfg), ranks)
             if ranks.rank == 0:
                 draw_curve(out / "metrics.jsonl", out / "learning_curve.png", f"{self.chosen.algo} on {self.chosen.env} ({self.chosen.preset})")
@@ -528,18 +550,20 @@ def main(argv=None):
     run = Run(argv)
     algo, cfg, s, ranks, models = run.algo, run.cfg, run.s, run.ranks, run.models
     run.sync()
-    if run.start == 0:
-        run.log.write({"iteration": 0, **run.evaluate(0)})
+    if run.evaluation_due(run.start) and "eval/n" not in run.log.last:  # at the start, or where a signal cut it short
+        run.log.write(run.log.last | run.evaluate(run.start))
 
     done = run.start
     bar = tqdm(total=s.iterations, initial=done, desc=run.chosen.algo, disable=ranks.rank != 0, mininterval=0.5)
     for number in range(run.start + 1, s.iterations + 1):
+        if run.stopped():
+            break
         clock = Clock()
         with clock("rollout"):  # 1. sample trajectories with the current policy
             rows, trajectories = run.sample(number)
-            run.engine.sleep()
         if run.stopped():
             break  # this iteration has changed nothing yet: a resumed run plays it again
+        run.engine.sleep()
         metrics = {"iteration": number, **describe_rollouts(rows, trajectories)}
 
         if rows:
@@ -567,7 +591,7 @@ def main(argv=None):
 
         done = number
         metrics |= {**clock, "seconds/iteration": sum(clock.values()), "memory_gb/peak": max(ranks.gather(peak_memory_gb(ranks)))}
-        if number % s.eval_every == 0 or number == s.iterations:
+        if run.evaluation_due(number):
             metrics |= run.evaluate(number)
         run.log.write(metrics)
         bar.set_postfix(success=f"{metrics['train/success']:.2f}", steps=f"{metrics['train/steps']:.1f}", refresh=False)

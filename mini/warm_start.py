@@ -201,3 +201,51 @@ def clone(model, examples, *, updates, seed=0, size=32, lr=2e-3, prompt_weight=0
         optimizer.step()
         bar.set_postfix(reply=f"{loss_reply.item():.3f}", prompt=f"{loss_prompt.item():.3f}")
     model.eval()
+
+
+def make(out, *, data=None, games=1500, updates=1000, seed=0, progress=True):
+    """All three parts; writes the agent (weights in bfloat16) to the folder `out` and returns {part: seconds}."""
+    seconds, began = {}, time.monotonic()
+
+    def done(part):
+        nonlocal began
+        seconds[part], began = time.monotonic() - began, time.monotonic()
+
+    tasks = envs.ALFWorld.tasks("train", data or alfworld_games.ensure())
+    tasks = sorted(tasks, key=lambda task: task.id.rsplit("/", 1)[1])[:games]  # by number: equal shares of the families
+    steps = demonstrate(tasks, progress)
+    done("demonstrations")
+    tokenizer = make_tokenizer(steps)
+    examples = encode(tokenizer, steps)
+    done("tokenizer")
+    torch.manual_seed(seed)
+    model = make_model(tokenizer)
+    clone(model, examples, updates=updates, seed=seed, progress=progress)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(out)
+    done("cloning")
+    print(f"{len(steps):,} steps of {len(tasks):,} games; prompts {mean(len(p) for p, _ in examples):.0f} tokens, "
+          f"replies {mean(len(r) for _, r in examples):.1f}; {len(tokenizer)} pieces, {model.num_parameters():,} parameters.")
+    return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "agent"), help="folder to write to (default: %(default)s)")
+    parser.add_argument("--data", help="folder of games (default: data/alfworld_mini, made where it is missing)")
+    parser.add_argument("--games", type=int, default=1500, help="train games to demonstrate (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=1000, help="updates of cloning; few leave a weak agent (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the batches (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        seconds = make(args.out, data=args.data, games=args.games, updates=args.updates, seed=args.seed)
+    except envs.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"Agent in {args.out}. Seconds: " + ", ".join(f"{part} {time:.0f}" for part, time in seconds.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

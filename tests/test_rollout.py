@@ -62,7 +62,7 @@ def model(loaded):
     return loaded[1]
 
 
-PROMPTS = [np.random.default_rng(n).integers(0, 256, 5 + 9 * n).tolist() for n in range(12)]  # more than max_batch
+PROMPTS = [np.random.default_rng(n).integers(0, 256, 5 + 25 * n).tolist() for n in range(12)]  # more than max_batch; blocks to cache
 
 
 def play(engine, prompts=PROMPTS, *, seeds=None, max_tokens=12, temperature=0.7, top_p=1.0, eos_ids=NEVER, polls_between=1):

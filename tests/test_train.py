@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks_worker import gradients, make_rows, models_of
+from ranks_worker import gradients, make_rows
 from tiny_agent import tiny_agent
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -422,7 +422,7 @@ def test_gradients_are_those_of_the_loss_written_out(cases, ranks, lm):
         w, adv = torch.exp(mu + (x - mu).sum() / len(x) ** 0.5), float(case["columns"]["adv"][k][0])
         total = total - torch.minimum(w * adv, w.clamp(0.95, 1.05) * adv) / len(z)
     total = total + (0.1 * kl - 0.01 * entropy) / tokens
-    for (name, p), g in zip(lm.named_parameters(), torch.autograd.grad(total, list(lm.parameters())), strict=True):
+    for (name, _), g in zip(lm.named_parameters(), torch.autograd.grad(total, list(lm.parameters())), strict=True):
         # mu is used in float32
         assert (got[f"lm.{name}"] - g).abs().max() <= 1e-6 * g.abs().max() + 1e-12, name
 
@@ -439,7 +439,7 @@ def real_update(agent, ranks, *, lr, temperature=0.6, n=24, size=8, budget=10**9
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rows]
     plans = [plan_pass(lengths, size=size, world=1, budget=budget, seed=(0, p)) for p in range(passes)]
     columns = train.score(plans[0], rows, models, cfg, capo_action.NEEDS, ranks)
-    trajectories = [SimpleNamespace(traj=t, outcome=0.0) for t in {r.traj for r in rows}]
+    trajectories = [SimpleNamespace(traj=t, outcome=0.0, truncated=False) for t in {r.traj for r in rows}]
     columns |= train.per_row(capo_action.advantages(train.as_batch(rows, trajectories, columns), cfg), rows)
     if poison is not None:
         columns["adv"][poison][:] = np.nan
@@ -447,6 +447,21 @@ def real_update(agent, ranks, *, lr, temperature=0.6, n=24, size=8, budget=10**9
     before = {part: {k: full(p) for k, p in models[part].named_parameters()} for part in optimizers}
     metrics = train.update(plans, rows, columns, capo_action, cfg, models, optimizers, 1.0, ranks, train_policy=True)
     return SimpleNamespace(models=models, before=before, metrics=metrics, plans=plans, columns=columns, rows=rows, cfg=cfg, optimizers=optimizers)
+
+
+def test_last_values_are_the_critics_at_the_end_of_truncated_trajectories(agent, ranks):
+    critic = build(Critic, agent, ranks, trained=True)
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    prompts = [row.prompt_ids for row in make_rows(5, vocabulary=VOCABULARY)]
+    trajectories = [SimpleNamespace(traj=10 + k, group=0, steps=2, last_prompt=p if k != 2 else None) for k, p in enumerate(prompts)]
+    for cfg, budget in ((capo_action.Config(), 10**6), (capo_action.Config(credit="token"), 0)):
+        got = train.last_values(trajectories, train.Settings(micro_tokens=budget), {"critic": critic}, cfg, ranks)
+        assert got.keys() == {10, 11, 13, 14}
+        for t in trajectories[:2] + trajectories[3:]:
+            ids = torch.from_numpy(t.last_prompt.astype(np.int64))[None]
+            value = critic(ids, torch.tensor([[ids.shape[1] - 1]]))["value"].item()
+            assert got[t.traj] == pytest.approx(value, rel=1e-4) and value != 0
+    assert train.last_values(trajectories[2:3], train.Settings(), {"critic": critic}, capo_action.Config(), ranks) == {}
 
 
 @pytest.mark.parametrize("budget", [10**9, 60])
@@ -551,10 +566,14 @@ def test_a_resumed_log_drops_what_comes_again_and_a_half_written_line(tmp_path, 
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"iteration": n, "x": n / 3}) + "\n" for n in range(4)) + '{"iteration": 4, "x": 1.3')
     log = train.Log(path, start, ranks)
+    assert log.last == ({"iteration": start, "x": start / 3} if start in kept and start else {"iteration": start})
     log.write({"iteration": start + 1 if start else 0})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == kept + [start + 1 if start else 0]
     assert all(line["x"] == line["iteration"] / 3 for line in lines[:-1])
+    log.write({"iteration": start + 1 if start else 0, "eval/n": 3})  # the same line, with what was missing
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == kept + [start + 1 if start else 0] and lines[-1]["eval/n"] == 3
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -928,14 +947,13 @@ def refused(argv, ranks, monkeypatch, capsys):
         (["--env", "alfred"], "alfred", "module:Class"),
         (["--eval_split", "test"], "test", "valid_unseen"),
         (["--prompt_tokens", "1024"], "1024", "give at most 1023"),
-        (["--style", "free"], "free", "think_action"),
         (["--model", "/no/such/model"], "/no/such/model", "--model"),
-        (["--engine", "sglang"], "sglang", "transformers"),
         (["--minibatch", "0"], "--minibatch 0", "at least 1"),
         (["--save_every", "0"], "--save_every 0", "at least 1"),
         (["--eval_every", "0"], "--eval_every 0", "at least 1"),
         (["--temperature", "0"], "--temperature 0", "above 0"),
         (["--seed", "-1"], "--seed -1", "at least 0"),
+        (["--out", "/proc/no/run"], "/proc/no/run", "another folder"),
     ],
 )
 def test_bad_input_gives_one_sentence_and_leaves_nothing(agent, ranks, tmp_path, monkeypatch, capsys, flags, value, remedy):
@@ -968,7 +986,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(agent, ranks, tmp_path, m
 
 
 def test_a_top_p_below_one_is_warned_of(agent, ranks, tmp_path, monkeypatch, capsys):
-    refused([*SMALL, "--model", agent, "--top_p", "0.9", "--style", "free", "--out", str(tmp_path / "r")], ranks, monkeypatch, capsys)
+    refused([*SMALL, "--model", agent, "--top_p", "0.9", "--prompt_tokens", "5000", "--out", str(tmp_path / "r")], ranks, monkeypatch, capsys)
     assert "--top_p 0.9" in capsys.readouterr().out
 
 
@@ -988,7 +1006,8 @@ def test_what_check_refuses():
 
 def test_what_the_command_line_refuses(tmp_path, capsys):
     for flags, said in ((["--no_such_flag", "1"], "--no_such_flag"), (["--learning_rate", "1"], "--learning_rate"), (["--iter", "3"], "--iter"),
-                        (["--algo", "reinforce"], "reinforce"), (["--ratio", "best"], "best"), (["--lr", "fast"], "fast")):  # fmt: skip
+                        (["--algo", "reinforce"], "reinforce"), (["--ratio", "best"], "best"), (["--lr", "fast"], "fast"),
+                        (["--style", "free"], "tool_call"), (["--engine", "sglang"], "transformers")):  # fmt: skip
         with pytest.raises(SystemExit) as error:
             train.parse(flags)
         assert error.value.code == 2 and said in capsys.readouterr().err

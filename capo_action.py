@@ -84,7 +84,7 @@ PRESETS = {
     },
     "mini": {
         "alfworld": dict(
-            model="mini/agent", style="think_action", tasks=64, rollouts=1, minibatch=256, passes=1,
+            model="mini/agent", data="mini", style="think_action", tasks=64, rollouts=1, minibatch=256, passes=1,
             lr=2e-4, critic_lr=1e-3, max_steps=20, history_length=2, prompt_tokens=448, response_tokens=48,
             iterations=40, temperature=1.0, success_reward=1.0, eval_temperature=0.4, eval_every=20,
         ),

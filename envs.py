@@ -236,10 +236,15 @@ class ALFWorld:
     def tasks(split, data=None):
         """The solvable games of a split: folders with `game.tw-pddl` and `traj_data.json` under json_2.1.1/<split>.
 
-        data: the root folder; default $ALFWORLD_DATA, else ~/.cache/alfworld. Sorted by path, so the order is stable.
+        data: the root folder; default $ALFWORLD_DATA, else ~/.cache/alfworld; "mini": games that the project makes where they
+        are missing. Sorted by path, so the order is stable.
         """
         if split not in ALFWorld.splits:
             raise UserError(f"ALFWorld has no split {split!r}: choose one of {', '.join(ALFWorld.splits)}.")
+        if data == "mini":
+            from mini.alfworld_games import ensure
+
+            data = ensure()
         root = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser() / "json_2.1.1"
         tasks = []
         for game in sorted((root / split).rglob("game.tw-pddl")):

@@ -388,7 +388,7 @@ class Trajectory:
     terminated: bool  # ended by the environment
     truncated: bool  # else, by the step limit or for want of context
     failed: str | None  # why it has no rows
-    last_prompt: np.ndarray | None = None  # (P,) int32, truncated ones: the prompt of s_T, where it fits
+    last_prompt: np.ndarray | None = field(default=None, compare=False)  # (P,) int32, truncated ones: the prompt of s_T, where it fits
 
 
 @dataclass
@@ -453,9 +453,7 @@ def rollout(
             progress(trajectories[-1])
 
     def prompt_of(ep):
-        messages, tools = build_messages(
-            style, env, state=ep.state, history=ep.history, step=len(ep.rows), history_length=history_length
-        )
+        messages, tools = build_messages(style, env, state=ep.state, history=ep.history, step=len(ep.rows), history_length=history_length)
         return render(tokenizer, messages, tools)
 
     def ask(ep):

@@ -13,14 +13,21 @@ Prompts come from `envs.build_messages` and `envs.render` only, so they are the 
 (valid_unseen) is ever opened here.
 """
 
+import argparse
+import json
 import random
 import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 import envs
 from mini import alfworld_games
@@ -35,9 +42,6 @@ TEMPLATE = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}
 <|im_start|>assistant
 {% endif -%}"""
-# Words with the space before them; digits alone. What leads up to a numbered thing ("go to", ", you see a") is one piece, so that a command has the same
-# few pieces wherever it stands.
-PIECES = r"\n| ?\p{N}|[^\p{N}\n]+?(?= \p{L}+ \p{N})| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
 BARE_COMMANDS = ("inventory", "look")
 CONTEXT = 1024  # tokens
 
@@ -116,30 +120,42 @@ def fixed_parts(prompts):
     return sorted(parts, key=len, reverse=True)
 
 
-def make_tokenizer(steps, vocabulary=1024):
-    """Trains the tokenizer on the demonstrations -> PreTrainedTokenizerFast with its chat template. The same steps give the same one."""
-    chat = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE)
-    prompts = [chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) for messages, _ in steps]
-    fixed = fixed_parts(prompts)
-    added = [AddedToken(text, special=False, normalized=False) for text in [*TAGS, *fixed]]
+def leads(texts, number=40):
+    """The most frequent phrases of two words or more before a numbered thing ("go to", ", you see a"), and the digits with a space before them (" 1").
+    With these a command has the same few pieces wherever it stands."""
+    count = Counter(phrase for text in texts for phrase in re.findall(r"([^\d\n]+?)(?= [a-z]+ \d)", text))
+    frequent = [phrase for phrase, _ in count.most_common() if " " in phrase.strip()]
+    return [f" {digit}" for digit in range(10)] + frequent[:number]
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    cut = re.compile("|".join(map(re.escape, [*fixed, *CONTROL, *TAGS])))
-    texts = (piece for prompt, (_, reply) in zip(prompts, steps) for piece in cut.split(prompt) + cut.split(reply) if piece)
+
+def make_tokenizer(steps, vocabulary=1024):
+    """Trains the tokenizer on the demonstrations -> Qwen2Tokenizer with its chat template. The same steps give the same one.
+
+    AutoTokenizer gives a Qwen2-shaped model the way of Qwen2 to cut text into words whatever its files say, so that is the one used here;
+    longer pieces are added tokens, which every version keeps.
+    """
+    blank = Qwen2Tokenizer(chat_template=TEMPLATE)
+    prompts = [blank.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) for messages, _ in steps]
+    fixed = [*fixed_parts(prompts), *TAGS]
+    cut = re.compile("|".join(map(re.escape, [*fixed, *CONTROL])))
+    texts = [text for prompt, (_, reply) in zip(prompts, steps) for text in cut.split(prompt) + cut.split(reply) if text]
+    added = [*fixed, *leads(texts)]
+    cut = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
+
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer, bpe.pre_tokenizer = blank.backend_tokenizer.normalizer, blank.backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - len(added), special_tokens=list(CONTROL), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(added)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=TEMPLATE, model_max_length=CONTEXT,
-        eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False,
+    bpe.train_from_iterator((piece for text in texts for piece in cut.split(text) if piece), trainer)
+    trained = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=trained["vocab"], merges=[tuple(merge) for merge in trained["merges"]], chat_template=TEMPLATE, model_max_length=CONTEXT,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"],
     )  # fmt: skip
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
+    return tokenizer
 
 
 # ---------------------------------------------------------------- behaviour cloning

@@ -1,6 +1,6 @@
 """What the tests do on one rank in their own process, and on two under torchrun:
 
-    torchrun --nproc_per_node=2 tests/ranks_worker.py CASES RESULTS
+torchrun --nproc_per_node=2 tests/ranks_worker.py CASES RESULTS
 """
 
 import sys

@@ -88,11 +88,15 @@ def test_spread_takes_tasks_at_even_distances():
 
 def row(traj, step, observation, *, invalid=False, reply=2, prompt=10):
     empty = np.zeros(0, np.float32)
-    return rollout.Row(traj, traj, step, np.zeros(prompt, np.int32), np.zeros(reply, np.int32), empty, observation, "go", 0.0, invalid, "stop", {})
+    return rollout.Row(
+        traj, traj, step, np.zeros(prompt, np.int32), np.zeros(reply, np.int32), empty, observation, "go", 0.0, invalid, "stop", {}
+    )
 
 
 def trajectory(traj, task, kind, steps, *, success=False, failed=None):
-    return rollout.Trajectory(traj, traj, task, kind, float(success), success, float(success), steps, success, not success and not failed, failed)
+    return rollout.Trajectory(
+        traj, traj, task, kind, float(success), success, float(success), steps, success, not success and not failed, failed
+    )
 
 
 PLAYED = (
@@ -145,7 +149,9 @@ def test_a_transcript_reads_in_order():
     rows, trajectories = PLAYED
     text = evaluation.transcript(rows, trajectories[0], SimpleNamespace(decode=lambda ids: f"{len(ids)} tokens"))
     assert text.startswith("==== a (pick): truncated after 4 steps\n")
-    places = [text.index(part) for part in ("-- step 1\nhall", ">> 2 tokens", "-- step 2\nkitchen", ">> 4 tokens", "-- step 3", "-- step 4")]
+    places = [
+        text.index(part) for part in ("-- step 1\nhall", ">> 2 tokens", "-- step 2\nkitchen", ">> 4 tokens", "-- step 3", "-- step 4")
+    ]
     assert places == sorted(places) and "attic" not in text and text.count("[invalid") == 1
     assert "its worker died" in evaluation.transcript(rows, trajectories[3], None)
     assert "success after 2 steps" in evaluation.transcript(rows, trajectories[1], SimpleNamespace(decode=str))
@@ -156,7 +162,9 @@ def test_a_transcript_reads_in_order():
 
 def test_a_random_agent_plays_every_task(capsys, tmp_path):
     out = tmp_path / "random.json"
-    evaluation.main(["random", "--env", GAME, "--max_steps", "30", "--json", str(out), "--render", str(tmp_path / "t.txt"), "--episodes", "2"])
+    evaluation.main(
+        ["random", "--env", GAME, "--max_steps", "30", "--json", str(out), "--render", str(tmp_path / "t.txt"), "--episodes", "2"]
+    )
     result = json.loads(out.read_text())
     tasks = envs.environment(GAME).tasks("valid_unseen")
     assert [t["task"] for t in result["trajectories"]] == [task.id for task in tasks]
@@ -196,7 +204,9 @@ def test_what_an_agent_can_be(tmp_path):
         assert evaluation.find_run(str(tmp_path / path)) == (str(tmp_path / "run/export"), run, None)
 
 
-@pytest.mark.parametrize("flags, said", [(["--split", "test"], "valid_unseen"), (["--env", "alfworld", "--data", "/no/such"], "alfworld-download")])
+@pytest.mark.parametrize(
+    "flags, said", [(["--split", "test"], "valid_unseen"), (["--env", "alfworld", "--data", "/no/such"], "alfworld-download")]
+)
 def test_bad_input_of_a_scripted_evaluation(flags, said):
     with pytest.raises(UserError, match=said):
         evaluation.main(["random", "--env", GAME, *flags])
@@ -211,7 +221,20 @@ def test_an_unknown_flag_ends_with_code_2(capsys):
 @pytest.mark.slow
 def test_two_ranks_print_the_table_of_one(agent, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    flags = ["eval.py", agent, "--env", GAME, "--engine", "transformers", "--prompt_tokens", "900", "--response_tokens", "10", "--max_steps", "4"]
+    flags = [
+        "eval.py",
+        agent,
+        "--env",
+        GAME,
+        "--engine",
+        "transformers",
+        "--prompt_tokens",
+        "900",
+        "--response_tokens",
+        "10",
+        "--max_steps",
+        "4",
+    ]
     results = []
     for n in (1, 2):
         out = tmp_path / f"{n}.json"

@@ -218,7 +218,9 @@ def read_positions(row):
 def final_states(module, call):
     """The backbone's last hidden states of one call, with their gradient after backward."""
     kept = []
-    handle = module.register_forward_hook(lambda m, a, out: (out.last_hidden_state.retain_grad(), kept.append(out.last_hidden_state)) and None)
+    handle = module.register_forward_hook(
+        lambda m, a, out: (out.last_hidden_state.retain_grad(), kept.append(out.last_hidden_state)) and None
+    )
     out = call()
     handle.remove()
     return out, kept[0]
@@ -242,7 +244,11 @@ def test_a_row_does_not_feel_padding_or_its_company(lm):
     together, policy = pack(rows), Policy(lm)
     critic = Critic(lm.model, 64).double()
     torch.nn.init.normal_(critic.head.weight)
-    outs = [forward(policy, together)["logp"], critic_out(critic, together, "state")["value"], critic_out(critic, together, "tokens")["value"]]
+    outs = [
+        forward(policy, together)["logp"],
+        critic_out(critic, together, "state")["value"],
+        critic_out(critic, together, "tokens")["value"],
+    ]
     for k, row in enumerate(rows):
         alone, mask = pack([row]), together["mask"][k]
         for column, out in zip(
@@ -385,7 +391,9 @@ def assert_equal_updates(one, other):
             assert a.keys() == b.keys()
             for name in a:
                 assert (a[name] - b[name]).abs().max() <= 1e-9 * a[name].abs().max() + 1e-15, name
-        assert metrics[f"{part}/grad_norm"] == pytest.approx(metrics_other[f"{part}/grad_norm"], rel=1e-9) and metrics[f"{part}/grad_norm"] > 0
+        assert (
+            metrics[f"{part}/grad_norm"] == pytest.approx(metrics_other[f"{part}/grad_norm"], rel=1e-9) and metrics[f"{part}/grad_norm"] > 0
+        )
     assert metrics.keys() == metrics_other.keys()
     for name in metrics:
         assert metrics[name] == pytest.approx(metrics_other[name], rel=1e-5, abs=1e-9), name
@@ -446,7 +454,9 @@ def real_update(agent, ranks, *, lr, temperature=0.6, n=24, size=8, budget=10**9
         columns["ret"][poison][:] = np.nan
     before = {part: {k: full(p) for k, p in models[part].named_parameters()} for part in optimizers}
     metrics = train.update(plans, rows, columns, capo_action, cfg, models, optimizers, 1.0, ranks, train_policy=True)
-    return SimpleNamespace(models=models, before=before, metrics=metrics, plans=plans, columns=columns, rows=rows, cfg=cfg, optimizers=optimizers)
+    return SimpleNamespace(
+        models=models, before=before, metrics=metrics, plans=plans, columns=columns, rows=rows, cfg=cfg, optimizers=optimizers
+    )
 
 
 def test_last_values_are_the_critics_at_the_end_of_truncated_trajectories(agent, ranks):
@@ -529,7 +539,10 @@ def test_small_steps_move_the_weights(agent, ranks, monkeypatch):
 
 
 def test_metrics_are_weighted_by_their_counts():
-    parts = [[{"a": (10.0, 10.0), "m/max": (3.0, None)}], [{"a": (14.0, 2.0), "m/max": (1.0, None)}, {"a": (0.0, 0.0), "m/max": (-5.0, None)}]]
+    parts = [
+        [{"a": (10.0, 10.0), "m/max": (3.0, None)}],
+        [{"a": (14.0, 2.0), "m/max": (1.0, None)}, {"a": (0.0, 0.0), "m/max": (-5.0, None)}],
+    ]
     assert train.reduce_metrics(parts) == {"a": 2.0, "m/max": 3.0}
 
 
@@ -699,8 +712,8 @@ def test_an_export_loads_in_transformers_with_the_weights_and_the_prompts(tmp_pa
 
 SMALL = [
     "--algo", "capo_action", "--preset", "mini", "--env", GAME, "--engine", "transformers", "--deterministic", "--iterations", "4",
-    "--tasks", "4", "--rollouts", "1", "--max_steps", "4", "--eval_tasks", "4", "--eval_every", "2", "--minibatch", "8", "--save_every", "1",
-    "--prompt_tokens", "900", "--response_tokens", "10", "--lr", "1e-3", "--temperature", "1.0",
+    "--tasks", "4", "--rollouts", "1", "--max_steps", "4", "--eval_tasks", "4", "--eval_every", "2", "--minibatch", "8",
+    "--save_every", "1", "--prompt_tokens", "900", "--response_tokens", "10", "--lr", "1e-3", "--temperature", "1.0",
 ]  # fmt: skip
 
 
@@ -768,13 +781,21 @@ def test_a_run_leaves_metrics_curve_checkpoints_export_and_says_what_next(whole_
     assert ["eval/success" in line for line in lines] == [True, False, True] and lines[0]["eval/n"] == 4
     assert lines[1].keys() <= lines[2].keys()
     expected = {
-        "train/reward", "train/success", "train/steps", "train/reply_tokens", "train/invalid", "train/truncated", "policy/entropy", "policy/kl",
-        "policy/clip_frac", "policy/ratio", "policy/ratio/max", "policy/mu", "policy/grad_norm", "critic/loss", "critic/grad_norm",
+        "train/reward", "train/success", "train/steps", "train/reply_tokens", "train/invalid", "train/truncated", "policy/entropy",
+        "policy/kl", "policy/clip_frac", "policy/ratio", "policy/ratio/max", "policy/mu", "policy/grad_norm", "critic/loss",
+        "critic/grad_norm",
         "critic/explained_variance", "mismatch/mean", "mismatch/max",
     }  # fmt: skip
     assert expected <= lines[1].keys()
     timed = json.loads((out / "metrics.jsonl").read_text().splitlines()[1])
-    assert {"seconds/rollout", "seconds/score", "seconds/update", "seconds/sync", "memory_gb/peak", "tokens_per_second/update"} <= timed.keys()
+    assert {
+        "seconds/rollout",
+        "seconds/score",
+        "seconds/update",
+        "seconds/sync",
+        "memory_gb/peak",
+        "tokens_per_second/update",
+    } <= timed.keys()
     assert all(math.isfinite(x) for line in lines for x in line.values())
     assert 0 <= lines[1]["mismatch/mean"] < 1e-4 and lines[1]["policy/grad_norm"] > 0
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["000001", "000002"]
@@ -914,8 +935,21 @@ def test_eval_of_export_and_checkpoint_equals_the_runs_last_evaluation(agent, tm
         finished([sys.executable, "eval.py", str(path), "--json", str(tmp_path / "result.json")])
         result = json.loads((tmp_path / "result.json").read_text())["families"]["all"]
         assert {f"eval/{k}": v for k, v in result.items()} == {k: v for k, v in last.items() if k.startswith("eval/")}
-    finished([sys.executable, "eval.py", agent, "--env", GAME, "--tasks", "20", "--engine", "transformers", "--max_steps", "6", "--prompt_tokens", "900",
-              "--response_tokens", "10", "--json", str(tmp_path / "first.json")])  # fmt: skip
+    same = [
+        "--env",
+        GAME,
+        "--tasks",
+        "20",
+        "--engine",
+        "transformers",
+        "--max_steps",
+        "6",
+        "--prompt_tokens",
+        "900",
+        "--response_tokens",
+        "10",
+    ]
+    finished([sys.executable, "eval.py", agent, *same, "--json", str(tmp_path / "first.json")])
     first = json.loads((tmp_path / "first.json").read_text())["families"]["all"]
     assert first["n"] == 20 and first["success"] == metrics_of(out)[0]["eval/success"]
 
@@ -986,7 +1020,9 @@ def test_a_folder_that_holds_a_run_is_not_written_over(agent, ranks, tmp_path, m
 
 
 def test_a_top_p_below_one_is_warned_of(agent, ranks, tmp_path, monkeypatch, capsys):
-    refused([*SMALL, "--model", agent, "--top_p", "0.9", "--prompt_tokens", "5000", "--out", str(tmp_path / "r")], ranks, monkeypatch, capsys)
+    refused(
+        [*SMALL, "--model", agent, "--top_p", "0.9", "--prompt_tokens", "5000", "--out", str(tmp_path / "r")], ranks, monkeypatch, capsys
+    )
     assert "--top_p 0.9" in capsys.readouterr().out
 
 
@@ -1005,9 +1041,11 @@ def test_what_check_refuses():
 
 
 def test_what_the_command_line_refuses(tmp_path, capsys):
-    for flags, said in ((["--no_such_flag", "1"], "--no_such_flag"), (["--learning_rate", "1"], "--learning_rate"), (["--iter", "3"], "--iter"),
-                        (["--algo", "reinforce"], "reinforce"), (["--ratio", "best"], "best"), (["--lr", "fast"], "fast"),
-                        (["--style", "free"], "tool_call"), (["--engine", "sglang"], "transformers")):  # fmt: skip
+    for flags, said in (
+        (["--no_such_flag", "1"], "--no_such_flag"), (["--learning_rate", "1"], "--learning_rate"), (["--iter", "3"], "--iter"),
+        (["--algo", "reinforce"], "reinforce"), (["--ratio", "best"], "best"), (["--lr", "fast"], "fast"),
+        (["--style", "free"], "tool_call"), (["--engine", "sglang"], "transformers"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as error:
             train.parse(flags)
         assert error.value.code == 2 and said in capsys.readouterr().err
@@ -1031,7 +1069,9 @@ def test_bad_input_ends_the_process_with_code_2(agent, tmp_path):
         done = subprocess.run(args, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode != 0 and said in done.stderr and "exitcode  : 2" in done.stderr
         assert not (tmp_path / "run").exists()
-    done = finished([sys.executable, "train.py", *SMALL, "--model", agent, "--prompt_tokens", "5000", "--out", str(tmp_path / "run")], code=2)
+    done = finished(
+        [sys.executable, "train.py", *SMALL, "--model", agent, "--prompt_tokens", "5000", "--out", str(tmp_path / "run")], code=2
+    )
     assert done.stderr.strip().splitlines()[-1].startswith("error: --prompt_tokens 5000") and "Traceback" not in done.stderr
     done = finished([sys.executable, "eval.py", str(tmp_path), "--env", GAME], code=2)
     assert "Traceback" not in done.stderr and str(tmp_path) in done.stderr

@@ -1,7 +1,7 @@
 """What is trained: ranks, models, sharding, micro-batches, checkpoints, export.
 
-Every model runs under torch's FSDP2, on one process as on sixty-four: float32 masters, bf16 compute on CUDA. A micro-batch
-is right-padded and has no attention mask: under the causal mask no real position can see padding, which comes after it.
+Every model runs under torch's FSDP2, on one process as on sixty-four: float32 masters, bf16 compute on CUDA. The rows of a
+micro-batch are laid end to end, so that no padding is computed.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from envs import UserError, render
 
@@ -74,10 +74,33 @@ class Ranks:
 # ------------------------------------------------------------------------------------------------------------ models
 
 
+def packed_attention(module, query, key, value, attention_mask, *, lengths, scaling=None, **_):
+    """Causal attention of rows laid end to end: query (1, H, N, D), key and value (1, G, N, D) -> (1, N, H, D), None."""
+    rows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)  # split: one cat in the backward pass
+    options = dict(is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return torch.cat([F.scaled_dot_product_attention(q, k, v, **options) for q, k, v in rows], dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+def hidden_at(backbone, ids, index):
+    """Last hidden states (n, L, d), after the final norm, of right-padded ids (n, S) at the positions index (n, L).
+
+    The rows are laid end to end in one sequence of which only attention knows the parts: padding, and what follows the last
+    position asked for, is not computed.
+    """
+    lengths = index.max(1).values + 1  # (n,)
+    column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    real = column < lengths[:, None]
+    out = backbone(input_ids=ids[real][None], position_ids=column[real][None], use_cache=False, lengths=lengths.tolist())
+    return out.last_hidden_state[0][(lengths.cumsum(0) - lengths)[:, None] + index]
+
+
 class Policy(nn.Module):
     """Log-probs of given replies. One forward gives what every algorithm reads.
 
-    ids: (n, S) prompt and reply, right-padded: the causal mask alone keeps padding out of every real position.
+    ids: (n, S) prompt and reply, right-padded.
     index, targets, compute: (n, L) position before each response token, the token, and which to compute.
     Returns logp and entropy (n, L) at `temperature`, float32, 0 where not computed, and hidden (n, d): the last
     hidden state, after the final norm, at the last prompt token.
@@ -85,6 +108,7 @@ class Policy(nn.Module):
 
     def __init__(self, lm, *, temperature: float = 1.0, chunk: int = 2048):
         super().__init__()
+        lm.set_attn_implementation("packed")
         self.lm, self.temperature, self.chunk = lm, temperature, chunk
 
     @property
@@ -92,8 +116,7 @@ class Policy(nn.Module):
         return self.lm.model
 
     def forward(self, ids, index, targets, compute):
-        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state  # (n, S, d)
-        at = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))  # (n, L, d)
+        at = hidden_at(self.backbone, ids, index)
         flat, flat_targets = at[compute], targets[compute]  # (M, d), (M,)
         chunks = []
         for x, y in zip(flat.split(self.chunk), flat_targets.split(self.chunk), strict=True):
@@ -132,11 +155,11 @@ class Critic(nn.Module):
 
     def __init__(self, backbone, width: int):
         super().__init__()
+        backbone.set_attn_implementation("packed")
         self.backbone, self.head = backbone, ValueHead(width)
 
     def forward(self, ids, index):
-        hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
-        return {"value": self.head(hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1])))}
+        return {"value": self.head(hidden_at(self.backbone, ids, index))}
 
 
 def build(kind, path: str, ranks: Ranks, *, trained: bool, grad_checkpoint: bool = False, **policy_options) -> nn.Module:
@@ -146,7 +169,7 @@ def build(kind, path: str, ranks: Ranks, *, trained: bool, grad_checkpoint: bool
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)  # the ratio must be 1 at unchanged weights
     loader = AutoModelForCausalLM if kind is Policy else AutoModel
-    backbone = loader.from_pretrained(path, config=config, dtype="auto", attn_implementation="sdpa")
+    backbone = loader.from_pretrained(path, config=config, dtype="auto")
     if grad_checkpoint and trained:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = Policy(backbone, **policy_options) if kind is Policy else Critic(backbone, config.get_text_config().hidden_size)
@@ -205,27 +228,27 @@ def plan_pass(lengths, *, size: int, world: int, budget: int, seed: tuple) -> li
     """Mini-batches of one pass: plan[m][rank] = list of micro-batches, each a list of row numbers.
 
     Rows are permuted by `seed` and cut into ceil(N/size) mini-batches whose sizes differ by at most 1; each is dealt to
-    the ranks by token count and packed, rows of similar length together, into micro-batches of at most `budget` padded
-    tokens (or one row). All ranks get the same number; an empty list stands for a filler.
+    the ranks by token count, longest first, and packed into micro-batches of at most `budget` tokens (or one row). All
+    ranks get the same number; an empty list stands for a filler.
     """
     lengths = np.asarray(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
     plan = []
     for rows in np.array_split(order, -(-len(order) // size)):
-        shares = [[] for _ in range(world)]
-        load = [0] * world
+        shares, load = [[] for _ in range(world)], [0] * world
         for row in sorted(rows.tolist(), key=lambda r: (-lengths[r], r)):
             lightest = load.index(min(load))
             shares[lightest].append(row)
             load[lightest] += int(lengths[row])
         packed = []
         for share in shares:
-            micro = []
-            for row in share:  # longest first, so the first of a micro-batch sets its width
-                if micro and lengths[micro[-1][0]] * (len(micro[-1]) + 1) <= budget:
-                    micro[-1].append(row)
-                else:
-                    micro.append([row])
+            micro, room = [], 0
+            for row in share:
+                if lengths[row] > room or not micro:
+                    micro.append([])
+                    room = budget
+                micro[-1].append(row)
+                room -= lengths[row]
             packed.append(micro)
         most = max(map(len, packed))
         plan.append([micro + [[] for _ in range(most - len(micro))] for micro in packed])
@@ -263,13 +286,20 @@ def policy_out(policy, batch):
 
 
 def critic_out(critic, batch, value_at: str):
-    if value_at == "tokens":
-        return critic(batch["ids"], batch["index"])
-    index = batch["index"][:, :1]  # the last prompt token: what follows it need not be read
-    return critic(batch["ids"][:, : int(index.max()) + 1], index)
+    return critic(batch["ids"], batch["index"] if value_at == "tokens" else batch["index"][:, :1])
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def state_of(module, optimizer) -> dict:
+    """What a checkpoint holds of one model and its optimizer."""
+    fresh = not optimizer.state
+    model, state = get_state_dict(module, optimizer)
+    if fresh:  # torch has made the moments by a step of its own, which must not count in Adam's bias correction
+        for moments in optimizer.state.values():
+            moments["step"].zero_()
+    return {"model": model, "optimizer": state}
 
 
 def save_checkpoint(folder: Path, iteration: int, algo: str, models, optimizers, ranks: Ranks):
@@ -283,7 +313,7 @@ def save_checkpoint(folder: Path, iteration: int, algo: str, models, optimizers,
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         ranks.barrier()
-        state = {part: dict(zip(("model", "optimizer"), get_state_dict(models[part], opt), strict=True)) for part, opt in optimizers.items()}
+        state = {part: state_of(models[part], opt) for part, opt in optimizers.items()}
         dcp.save(state, checkpoint_id=temporary, process_group=ranks.objects if not ranks.cuda else None)
         if ranks.rank == 0:
             (temporary / "meta.json").write_text(json.dumps({"algo": algo, "iteration": iteration, "world": ranks.world}))
@@ -311,8 +341,7 @@ def load_checkpoint(folder: Path, algo: str, models, optimizers) -> int:
     if meta["algo"] != algo:
         raise UserError(f"{good[-1]} is a checkpoint of {meta['algo']}, not of {algo}; give --algo {meta['algo']} or another folder.")
     for part, opt in optimizers.items():
-        model, optimizer = get_state_dict(models[part], opt)
-        state = {part: {"model": model, "optimizer": optimizer}}
+        state = {part: state_of(models[part], opt)}
         dcp.load(state, checkpoint_id=good[-1])
         set_state_dict(models[part], opt, model_state_dict=state[part]["model"], optim_state_dict=state[part]["optimizer"])
     return meta["iteration"]

@@ -97,7 +97,7 @@ class Settings:
     save_every: int = 10  # iterations between checkpoints; one more after the last
     engine: typing.Literal["auto", "vllm", "transformers"] = "auto"  # auto: vllm where it is installed
     gpu_memory: float = 0.4  # share of a GPU's memory for vLLM
-    micro_tokens: int = 16384  # padded tokens per forward pass and rank
+    micro_tokens: int = 32768  # tokens per forward pass and rank
     logit_chunk: int = 2048  # response positions whose logits exist at once
     grad_checkpoint: bool = False  # recompute activations in the backward pass
     workers: int = 1  # environment processes per rank

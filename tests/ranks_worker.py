@@ -63,8 +63,8 @@ def gradients(case, ranks, *, budget):
     return {part: recorder.steps for part, recorder in recorders.items()}, metrics
 
 
-def play(agent, ranks, n, *, repeats=1):
-    """`play_all` with the agent on n training tasks of the example environment, two steps each."""
+def play(agent, ranks, n, *, repeats=1, max_steps=2):
+    """`play_all` with the agent on n training tasks of the example environment, at most two steps each."""
     from transformers import AutoTokenizer
 
     name = "example_env:GuessNumber"
@@ -73,7 +73,8 @@ def play(agent, ranks, n, *, repeats=1):
     try:
         return evaluation.play_all(
             engine, pool, env, tokenizer, env.tasks("train")[:n], repeats=repeats, ranks=ranks, seed=3, temperature=1.0,
-            style="think_action", max_steps=2, prompt_tokens=1000, response_tokens=10, context=1024, eos_ids=[tokenizer.eos_token_id],
+            style="think_action", max_steps=max_steps, prompt_tokens=1000, response_tokens=10, context=1024,
+            eos_ids=[tokenizer.eos_token_id],
         )  # fmt: skip
     finally:
         pool.close()

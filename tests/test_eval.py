@@ -47,19 +47,19 @@ def ids(trajectories):
 
 @pytest.mark.parametrize("n", [1, 32, 140])
 def test_every_task_is_played_exactly_once(agent, n):
-    rows, trajectories = play(agent, OneProcess(), n)
+    rows, trajectories = play(agent, OneProcess(), n, max_steps=1)
     tasks = envs.environment(GAME).tasks("train")[:n]
     assert ids(trajectories) == [task.id for task in tasks]
     assert [t.traj for t in trajectories] == [t.group for t in trajectories] == list(range(n))
     assert {r.traj for r in rows} == set(range(n)) and not any(t.failed for t in trajectories)
 
 
-@pytest.mark.parametrize("n, repeats, world", [(1, 1, 2), (3, 1, 2), (5, 3, 4), (2, 2, 7)])
+@pytest.mark.parametrize("n, repeats, world", [(1, 1, 2), (5, 3, 4)])
 def test_several_ranks_play_each_task_once_a_repeat_between_them(agent, n, repeats, world):
     trajectories = []
     for rank in range(world):
         ranks = OneProcess(rank, world)
-        play(agent, ranks, n, repeats=repeats)
+        play(agent, ranks, n, repeats=repeats, max_steps=1)
         trajectories += ranks.parts[1]
     assert sorted(t.traj for t in trajectories) == list(range(n * repeats))
     assert set(Counter(ids(trajectories)).values()) == {repeats} and len(set(ids(trajectories))) == n

@@ -185,9 +185,9 @@ def main(argv=None):
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    from model import Ranks, end_tokens, model_path
+    from model import Ranks, end_tokens, model_path, tokenizer_and_context
     from train import Settings
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -227,8 +227,7 @@ def main(argv=None):
     else:
         ranks = Ranks()
         rank, path = ranks.rank, model_path(model)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        context = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
+        tokenizer, context = tokenizer_and_context(path)
         engine = rollout.make_engine(
             s.engine, path, dtype="bfloat16" if ranks.cuda else "float32", max_model_len=min(context, s.prompt_tokens + s.response_tokens),
             seed=s.seed, device=str(ranks.device), memory=s.gpu_memory,

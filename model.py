@@ -204,7 +204,7 @@ def tokenizer_and_context(path: str):
         tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
         why = str(e).strip().split("\n")[0].rstrip(".")
-        raise UserError(f"The model {path} cannot be loaded ({why}); give --model a hub name or a folder with config, weights and tokenizer.") from e
+        raise UserError(f"The model {path} cannot be loaded ({why}); give a hub name or a folder with config, weights and tokenizer.") from e
     render(tokenizer, [{"role": "user", "content": "?"}])  # refuses a model without chat template
     return tokenizer, config.get_text_config().max_position_embeddings
 

@@ -18,6 +18,7 @@ import json
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -79,9 +80,10 @@ def demonstrate(tasks, progress=True):
         expert = alfworld_games.Expert(task.data["game"], state.observation)
         while not state.done:
             command = expert.act(state.observation, state.admissible)
-            messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
-            thought = think(expert.subgoal, previous, game, state.observation)
-            steps.append((messages, f"<think>{thought}</think><action>{command}</action>"))
+            if command != "look" and (not history or history[-1][1] != "look"):  # looking about and a random try: it is stuck
+                messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
+                thought = think(expert.subgoal, previous, game, state.observation)
+                steps.append((messages, f"<think>{thought}</think><action>{command}</action>"))
             history.append((state.observation, command))
             previous = expert.subgoal
             state = env.step(command)
@@ -189,8 +191,8 @@ def batches(examples, size, rng):
             yield from ([examples[j] for j in chunk] for chunk in chunks)
 
 
-def clone(model, examples, *, updates, seed=0, size=32, lr=2e-3, prompt_weight=0.05, progress=True):
-    """Behaviour cloning, in place: cross-entropy on replies, and a little on prompts, which teaches what the words are.
+def clone(model, examples, *, updates, seed=0, size=16, lr=3e-3, prompt_weight=1.0, progress=True):
+    """Behaviour cloning, in place: cross-entropy on replies, and on prompts, which teach it to copy names from what it has read.
 
     The learning rate rises for 20 updates and falls in a line to a tenth.
     """
@@ -232,10 +234,14 @@ def make(out, *, data=None, games=1500, updates=1000, seed=0, progress=True):
     steps = demonstrate(tasks, progress)
     done("demonstrations")
     tokenizer = make_tokenizer(steps)
-    examples = encode(tokenizer, steps)
-    done("tokenizer")
     torch.manual_seed(seed)
     model = make_model(tokenizer)
+    with tempfile.TemporaryDirectory() as folder:  # what it learns on are the ids that everyone gets who loads it
+        tokenizer.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    examples = encode(tokenizer, steps)
+    done("tokenizer")
     clone(model, examples, updates=updates, seed=seed, progress=progress)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -1014,7 +1014,7 @@ def refused(argv, ranks, monkeypatch, capsys):
         (["--env", "alfred"], "alfred", "module:Class"),
         (["--eval_split", "test"], "test", "valid_unseen"),
         (["--prompt_tokens", "1024"], "1024", "give at most 1023"),
-        (["--model", "/no/such/model"], "/no/such/model", "--model"),
+        (["--model", "/no/such/model"], "/no/such/model", "hub name"),
         (["--minibatch", "0"], "--minibatch 0", "at least 1"),
         (["--save_every", "0"], "--save_every 0", "at least 1"),
         (["--eval_every", "0"], "--eval_every 0", "at least 1"),

@@ -69,8 +69,11 @@ class Config:
         """Where the critic is read: "state" = the last prompt token alone, "tokens" = before each response token."""
         return "tokens" if "token" in (self.credit, self.ratio) else "state"
 
+    @property
+    def clip_width(self) -> float:
+        return self.token_eps if self.ratio == "token" else self.eps
 
-# Paper silent: the critic's value head starts at zero, so that the first advantages are the returns.
+
 NEEDS = ("critic", "reference")
 
 # Settings of the trainer per preset and environment; every one is a flag of train.py.
@@ -79,14 +82,15 @@ PRESETS = {
         "alfworld": dict(
             model="Qwen/Qwen3-4B-Instruct-2507", style="tool_call", tasks=128, rollouts=1, minibatch=128, passes=1,
             lr=1e-6, critic_lr=1e-5, max_steps=20, history_length=2, prompt_tokens=8192, response_tokens=4096,
-            iterations=135, temperature=1.0, success_reward=1.0, eval_temperature=0.0, eval_every=5,
+            iterations=135, temperature=1.0, success_reward=1.0, eval_temperature=0.0, eval_seed=41, eval_every=5,
+            grad_checkpoint=True, micro_tokens=16384,
         ),
     },
     "mini": {
         "alfworld": dict(
-            model="mini/agent", data="mini", style="think_action", tasks=64, rollouts=1, minibatch=256, passes=1,
-            lr=2e-4, critic_lr=1e-3, max_steps=20, history_length=2, prompt_tokens=448, response_tokens=48,
-            iterations=40, temperature=1.0, success_reward=1.0, eval_temperature=0.4, eval_every=20,
+            model="mini/agent", data="mini", style="think_action", tasks=64, rollouts=1, minibatch=256, critic_minibatch=64, passes=1,
+            lr=2e-4, critic_lr=1e-3, lam=0.9, eps=0.02, kl_coef=0.01, max_steps=15, history_length=2, prompt_tokens=448, response_tokens=48,
+            iterations=30, temperature=1.0, success_reward=1.0, eval_temperature=0.4, eval_every=15,
         ),
     },
 }  # fmt: skip
@@ -115,18 +119,21 @@ def action_gae(*, rewards, values, traj, step, gamma: float, lam: float, bootstr
     return advantages, advantages + values
 
 
-def token_gae(*, rewards, values, mask, traj, step, gamma: float = 0.99, lam: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_gae(
+    *, rewards, values, mask, traj, step, gamma: float = 0.99, lam: float = 1.0, bootstrap=None
+) -> tuple[Tensor, Tensor]:
     """GAE over the concatenated response tokens of each trajectory: the credit of PPO, for the ablation.
 
     rewards, traj, step: (N,); values, mask: (N, L), values[n, i] is read at the token before response token i.
     The reward of a step sits on its last token; tokens of prompts and observations are skipped without a discount.
+    bootstrap: {trajectory id: V(s_T)} as in `action_gae`.
     Returns advantages and returns, (N, L) float64, 0 where mask is False.
     """
     rewards, mask = _vector(rewards), _mask(mask)
     values = torch.where(mask, torch.as_tensor(values, dtype=torch.float64), 0.0)
     advantages = torch.zeros_like(values)
-    for rows in _trajectories(traj, step).values():
-        next_value, next_advantage, reward = 0.0, 0.0, 0.0
+    for trajectory, rows in _trajectories(traj, step).items():
+        next_value, next_advantage, reward = float((bootstrap or {}).get(trajectory, 0.0)), 0.0, 0.0
         for n in reversed(rows):
             reward += float(rewards[n])
             tokens = mask[n].nonzero().flatten()
@@ -224,21 +231,20 @@ def kl_penalty(logp: Tensor, logp_ref: Tensor) -> Tensor:
 def advantages(batch: dict, cfg: Config) -> dict:
     """Credit of every row of an iteration, all ranks together.
 
-    batch: traj, step, reward, truncated (N,); value (N, L), column 0 read at the last prompt token; mask (N, L); with
+    batch: traj, step, reward, truncated (N,); value (N, 1 or L), column 0 read at the last prompt token; mask (N, L); with
     bootstrap_truncated also bootstrap, {trajectory id: V(s_T)}.
     Returns adv and ret, float32: (N, 1) for credit=action, the advantage shared by all tokens of the action, or (N, L).
     """
     order = dict(traj=batch["traj"], step=batch["step"], gamma=cfg.gamma, lam=cfg.lam)
     value, mask = torch.as_tensor(batch["value"]), _mask(batch["mask"])
+    if cfg.bootstrap_truncated:
+        truncated = {i for i, cut in zip(_list(batch["traj"]), batch["truncated"], strict=True) if cut}
+        order["bootstrap"] = {i: v for i, v in batch["bootstrap"].items() if i in truncated}
     if cfg.credit == "token":
         adv, ret = token_gae(rewards=batch["reward"], values=value, mask=mask, **order)
         adv[mask] = whiten(adv[mask])
         return {"adv": adv.float(), "ret": ret.float()}
-    bootstrap = {}
-    if cfg.bootstrap_truncated:
-        truncated = {i for i, cut in zip(_list(batch["traj"]), batch["truncated"], strict=True) if cut}
-        bootstrap = {i: v for i, v in batch["bootstrap"].items() if i in truncated}
-    adv, ret = action_gae(rewards=batch["reward"], values=value[:, 0], bootstrap=bootstrap, **order)
+    adv, ret = action_gae(rewards=batch["reward"], values=value[:, 0], **order)
     return {"adv": whiten(adv).float()[:, None], "ret": ret.float()[:, None]}
 
 
@@ -288,7 +294,9 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
             per_term, clipped = policy_loss(z, mask, adv_act, eps=cfg.eps, **kind)
             w, real, bins = action_ratio(z.detach(), mask, **kind), mask.any(1), length
         entropy = torch.where(mask, out["entropy"], zero)
-        total = total + per_term.sum() / denom["policy"] - cfg.entropy_coef * entropy.sum() / denom["kl"]
+        total = total + per_term.sum() / denom["policy"]
+        if cfg.entropy_coef:
+            total = total - cfg.entropy_coef * entropy.sum() / denom["kl"]
         metrics |= {
             "policy/loss": (per_term.sum(), real.sum()),
             "policy/entropy": (entropy.sum(), mask.sum()),
@@ -302,9 +310,9 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
             kl = torch.where(mask, kl_penalty(logp, torch.where(mask, batch["logp_ref"], zero)), zero)
             total = total + cfg.kl_coef * kl.sum() / denom["kl"]
             metrics["policy/kl"] = (kl.sum(), mask.sum())
-        for low, high in ((1, 15), (16, 63), (64, 255), (256, 10**9)):  # does clipping depend on the action's length?
+        for low, high in ((1, 15), (16, 63), (64, 255), (256, 10**6)):  # does clipping depend on the action's length?
             inside = real & (bins >= low) & (bins <= high)
-            metrics[f"policy/clip_frac/len_{low}+"] = ((clipped & inside).sum(), inside.sum())
+            metrics[f"policy/clip_frac/len_{low}-{high}"] = ((clipped & inside).sum(), inside.sum())
     if "value" in out:
         real = mask if cfg.value_at == "tokens" else mask.any(1, keepdim=True)
         ret = batch["ret"].expand(real.shape)

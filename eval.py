@@ -1,7 +1,7 @@
 """Evaluate an agent on every task of a split, each exactly once per repeat:
 
     python eval.py runs/capo_action-alfworld-.../export              the export of a run, with the run's own settings
-    python eval.py Qwen/Qwen3-4B-Instruct-2507 --env alfworld        a hub name or any Hugging Face folder
+    python eval.py Qwen/Qwen3-4B-Instruct-2507 --preset paper        a hub name or any Hugging Face folder
     python eval.py runs/.../checkpoints/000040                       a checkpoint
     python eval.py random | expert                                   a random admissible action; ALFWorld's handcoded expert
 
@@ -142,9 +142,8 @@ def table(rows, trajectories) -> tuple[str, dict]:
     }
     lines = [f"{'family':36s} {'n':>5s} {'success':>8s} {'+-':>6s} {'steps':>6s} {'revisits':>8s} {'invalid':>8s} {'failed':>6s}"]
     for kind, x in result.items():
-        lines.append(
-            f"{kind:36s} {x['n']:5d} {x['success']:8.3f} {x['stderr']:6.3f} {x['steps']:6.1f} {x['revisits']:8.3f} {x['invalid']:8.3f} {x['failed']:6d}"
-        )
+        means = f"{x['success']:8.3f} {x['stderr']:6.3f} {x['steps']:6.1f} {x['revisits']:8.3f} {x['invalid']:8.3f}"
+        lines.append(f"{kind:36s} {x['n']:5d} {means} {x['failed']:6d}")
     return "\n".join(lines), result
 
 
@@ -187,11 +186,13 @@ def main(argv=None):
     import torch.distributed.checkpoint as dcp
     from transformers import AutoModelForCausalLM
 
+    from capo_action import PRESETS
     from model import Ranks, end_tokens, model_path, tokenizer_and_context
     from train import Settings
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("agent", help="export, run or checkpoint folder, hub name, or random, or expert")
+    parser.add_argument("--preset", choices=("mini", "paper"), help="settings where there is no run (default: paper with a GPU, else mini)")
     parser.add_argument("--env", help="environment (default: the run's, else alfworld)")
     parser.add_argument("--data", help="data folder (default: the run's; mini: made by the project)")
     parser.add_argument("--split", help="default: the run's, else valid_unseen")
@@ -210,7 +211,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     model, run, checkpoint = find_run(args.agent)
-    settings = Settings(**run["settings"]) if run else Settings(data="mini" if args.agent in ("random", "expert") else "")
+    preset = PRESETS[args.preset or ("paper" if torch.cuda.is_available() else "mini")]["alfworld"]
+    usual = {name: value for name, value in preset.items() if name in Settings.__dataclass_fields__}
+    settings = Settings(**(run["settings"] if run else usual))
     for ours, theirs in (("split", "eval_split"), ("tasks", "eval_tasks"), ("temperature", "eval_temperature"), ("seed", "eval_seed")):
         if getattr(args, ours) is not None:
             setattr(settings, theirs, getattr(args, ours))
@@ -222,7 +225,7 @@ def main(argv=None):
     tasks = spread(env.tasks(s.eval_split, s.data or None), s.eval_tasks)
     tokenizer = None
     if args.agent in ("random", "expert"):
-        rows, trajectories = play_scripted(env_name, tasks * args.repeats, args.agent, max_steps=s.max_steps, seed=s.eval_seed)
+        rows, trajectories = play_scripted(env_name, tasks * args.repeats, args.agent, max_steps=s.max_steps or env.max_steps, seed=s.eval_seed)
         rank = 0
     else:
         ranks = Ranks()
@@ -242,16 +245,16 @@ def main(argv=None):
         pool = envs.Pool(env_name, slots=s.slots or min(64, share), workers=s.workers, deadline=s.deadline)
         rows, trajectories = play_all(
             engine, pool, env, tokenizer, tasks, repeats=args.repeats, ranks=ranks, seed=s.eval_seed, temperature=s.eval_temperature,
-            style=s.style, max_steps=s.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
+            style=s.style, max_steps=s.max_steps or env.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
             history_length=s.history_length, eos_ids=end_tokens(path, tokenizer), deterministic=s.deterministic,
         )  # fmt: skip
         pool.close()
         engine.close()
-        dist.barrier()
+        ranks.barrier()
         dist.destroy_process_group()
     if rank == 0:
         text, result = table(rows, trajectories)
-        print(f"{args.agent} on {env_name} {s.eval_split}, {len(tasks)} tasks x {args.repeats}, T = {s.eval_temperature}, seed {s.eval_seed}")
+        print(f"{args.agent}: {env_name} {s.eval_split}, {len(tasks)} tasks x {args.repeats}, T = {s.eval_temperature}, seed {s.eval_seed}")
         print(text)
         if args.json:
             played = [{name: x for name, x in vars(t).items() if name != "last_prompt"} for t in trajectories]
@@ -265,5 +268,5 @@ if __name__ == "__main__":
         main()
     except UserError as e:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+            print(f"error: {e}", file=sys.stderr, flush=True)
+        os._exit(2)  # without waiting for other ranks

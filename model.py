@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from envs import UserError, render
 
 ROOT = Path(__file__).resolve().parent
+PATIENCE = datetime.timedelta(hours=2)  # of a rank that waits for the slowest rollout
 
 # ------------------------------------------------------------------------------------------------------------- ranks
 
@@ -42,14 +43,19 @@ class Ranks:
                 os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
         self.rank, self.world, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         self.local, self.cuda = local, torch.cuda.is_available()
-        if self.cuda and local >= torch.cuda.device_count():
-            raise UserError(f"--nproc_per_node is above the {torch.cuda.device_count()} GPUs of this machine; start one process per GPU.")
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if self.cuda and processes > torch.cuda.device_count():
+            raise UserError(f"--nproc_per_node={processes}: this machine has {torch.cuda.device_count()} GPUs; start one process per GPU.")
         self.device = torch.device("cuda", local) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", timeout=datetime.timedelta(hours=2))
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", timeout=PATIENCE)
+        except dist.DistNetworkError as e:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(f"The processes cannot meet at {where} ({str(e).splitlines()[0]}); give torchrun another --master_port.") from e
         self.mesh = init_device_mesh(self.device.type, (self.world,))
-        self.objects = dist.new_group(backend="gloo")
+        self.objects = dist.new_group(backend="gloo", timeout=PATIENCE)  # for what is not a tensor, and for waiting
 
     def gather(self, thing) -> list:
         """The thing of every rank, on every rank."""
@@ -140,7 +146,9 @@ def at_least_float32(x):
 
 
 class ValueHead(nn.Module):
-    """Scalar head in float32, zero at the start."""
+    """Scalar head in float32."""
+
+    # Paper silent: the critic's value head starts at zero, so that the first advantages are the returns.
 
     def __init__(self, width: int):
         super().__init__()
@@ -168,13 +176,17 @@ def build(kind, path: str, ranks: Ranks, *, trained: bool, grad_checkpoint: bool
     for name, value in vars(config).items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)  # the ratio must be 1 at unchanged weights
+    window = getattr(config, "sliding_window", None) if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else None
+    unusual = [name for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling") if getattr(config, name, None)]
+    if window or unusual:
+        raise UserError(f"The model {path} has {', '.join(unusual) or f'a sliding window of {window}'}, which is left out here; take another.")
     loader = AutoModelForCausalLM if kind is Policy else AutoModel
     backbone = loader.from_pretrained(path, config=config, dtype="auto")
     if grad_checkpoint and trained:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = Policy(backbone, **policy_options) if kind is Policy else Critic(backbone, config.get_text_config().hidden_size)
     module.train(trained).requires_grad_(trained)
-    return shard(module, ranks)
+    return shard(module, ranks, torch.float32 if trained or not ranks.cuda else torch.bfloat16)
 
 
 def shard(module: Policy | Critic, ranks: Ranks, dtype=torch.float32) -> nn.Module:
@@ -184,7 +196,8 @@ def shard(module: Policy | Critic, ranks: Ranks, dtype=torch.float32) -> nn.Modu
         fully_shard(layer.to(dtype), mesh=ranks.mesh, mp_policy=mixed)
     if isinstance(module, Critic):
         fully_shard(module.head.to(dtype), mesh=ranks.mesh)
-    return fully_shard(module.to(dtype), mesh=ranks.mesh, mp_policy=mixed)
+    # The root (embedding, norm, head) is freed after a forward pass, too: the reference never sees a backward pass.
+    return fully_shard(module.to(dtype), mesh=ranks.mesh, mp_policy=mixed, reshard_after_forward=True)
 
 
 def full_weights(policy: Policy):
@@ -204,7 +217,8 @@ def tokenizer_and_context(path: str):
         tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
         why = str(e).strip().split("\n")[0].rstrip(".")
-        raise UserError(f"The model {path} cannot be loaded ({why}); give a hub name or a folder with config, weights and tokenizer.") from e
+        remedy = "give a hub name or a folder with config, weights and tokenizer"
+        raise UserError(f"The model {path} cannot be loaded ({why}); {remedy}.") from e
     render(tokenizer, [{"role": "user", "content": "?"}])  # refuses a model without chat template
     return tokenizer, config.get_text_config().max_position_embeddings
 
@@ -305,7 +319,7 @@ def state_of(module, optimizer) -> dict:
 def save_checkpoint(folder: Path, iteration: int, algo: str, models, optimizers, ranks: Ranks):
     """checkpoints/NNNNNN, written under a temporary name and renamed when whole; the last two are kept."""
     final, temporary = folder / f"{iteration:06d}", folder / f".{iteration:06d}.tmp"
-    if final.exists():
+    if ranks.gather(final.exists())[0]:  # one answer for all: another machine's view of the folder may be old
         return
     error = None
     try:
@@ -324,7 +338,10 @@ def save_checkpoint(folder: Path, iteration: int, algo: str, models, optimizers,
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         last = max((p.name for p in folder.glob("[0-9]*")), default="none")
-        raise UserError(f"The checkpoint of iteration {iteration} could not be written to {folder} ({errors[0]}); make room and continue with --resume {folder.parent} (last good checkpoint: {last}).")
+        raise UserError(
+            f"The checkpoint of iteration {iteration} could not be written to {folder} ({errors[0]}); make room and continue "
+            f"with --resume {folder.parent} (last good checkpoint: {last})."
+        )
     if ranks.rank == 0:
         os.rename(temporary, final)
         for old in sorted(folder.glob("[0-9]*"))[:-2]:
@@ -359,6 +376,7 @@ def export(folder: Path, policy: Policy, tokenizer, run: dict, ranks: Ranks):
         weights = {k: v.to(dtype) for k, v in weights.items()}
         if model.config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
+        model.generation_config = policy.lm.generation_config  # config.json does not hold all of a model's end tokens
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "run.json").write_text(json.dumps(run, indent=1))

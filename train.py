@@ -76,6 +76,7 @@ class Settings:
     tasks: int = 16  # different tasks per iteration
     rollouts: int = 8  # trajectories per task
     minibatch: int = 256  # rows (actions) per optimiser step, all ranks together
+    critic_minibatch: int = 0  # rows per optimiser step of the critic; 0: the same
     passes: int = 1  # passes over the rows of an iteration
     lr: float = 1e-6  # learning rate of the policy, constant
     critic_lr: float = 1e-5  # learning rate of the critic, constant
@@ -83,7 +84,7 @@ class Settings:
     grad_clip: float = 1.0  # maximum gradient norm, policy and critic each
     temperature: float = 1.0  # of rollouts; log-probs are taken at the same temperature
     top_p: float = 1.0  # of rollouts; below 1 the ratio is biased
-    max_steps: int = 20  # actions per trajectory, then it is truncated
+    max_steps: int = 0  # actions per trajectory, then it is truncated; 0: the environment's usual number
     history_length: int = 2  # earlier observation/action pairs in the prompt
     prompt_tokens: int = 2048  # longest prompt
     response_tokens: int = 512  # longest reply
@@ -112,6 +113,10 @@ def fields_with_help(cls) -> dict[str, tuple[dataclasses.Field, str]]:
     return {f.name: (f, helps[f.name]) for f in dataclasses.fields(cls)}
 
 
+def disagreement(name, value, run, theirs) -> str:
+    return f"--{name} {value} disagrees with the run in {run}, which has {theirs}; leave the flag out or start a new run."
+
+
 def parse(argv=None):
     """-> algo module, its Config, Settings, and the chosen names (algo, env, preset, why, resume)."""
     first = argparse.ArgumentParser(add_help=False)
@@ -129,12 +134,13 @@ def parse(argv=None):
         saved = json.loads(path.read_text())
         for name in ("algo", "env", "preset"):
             if getattr(chosen, name) not in (None, saved[name]):
-                raise UserError(f"--{name} {getattr(chosen, name)} disagrees with the run in {chosen.resume}, which has {saved[name]}; leave the flag out.")
+                raise UserError(disagreement(name, getattr(chosen, name), chosen.resume, saved[name]))
             setattr(chosen, name, saved[name])
     chosen.algo, chosen.env = chosen.algo or "capo_action", chosen.env or "alfworld"
-    chosen.why = "--preset" if chosen.preset in ("mini", "paper") else ("a GPU is present" if torch.cuda.is_available() else "no GPU is present")
+    gpu = torch.cuda.is_available()
+    chosen.why = "as the run" if saved else "--preset" if chosen.preset in ("mini", "paper") else f"{'a' if gpu else 'no'} GPU is present"
     if chosen.preset in (None, "auto"):
-        chosen.preset = "paper" if torch.cuda.is_available() else "mini"
+        chosen.preset = "paper" if gpu else "mini"
 
     algo = importlib.import_module(chosen.algo)
     preset = algo.PRESETS[chosen.preset].get(chosen.env, algo.PRESETS[chosen.preset]["alfworld"])
@@ -156,7 +162,7 @@ def parse(argv=None):
         for now, then in ((settings, saved["settings"]), (cfg, saved["config"])):
             for name, value in dataclasses.asdict(now).items():
                 if value != then[name]:
-                    raise UserError(f"--{name} {value} disagrees with the run in {chosen.resume}, which has {then[name]}; leave the flag out or start a new run.")
+                    raise UserError(disagreement(name, value, chosen.resume, then[name]))
         settings.out = chosen.resume
     return algo, cfg, settings, chosen
 
@@ -236,9 +242,11 @@ def mini_batch_sums(algo, cfg, policy, micro, outs, *, unchanged: bool, ranks):
     pre, counts = [], []
     for k, batch in enumerate(micro):
         logp = batch["logp_old"]  # at unchanged weights z is 0; later it takes the forward pass at hand, or one of its own
-        if not unchanged and algo.pre_update(logp, batch, cfg).numel():
+        if outs:
+            logp = outs[k]["logp"].detach()
+        elif not unchanged and algo.pre_update(logp, batch, cfg).numel():
             with torch.no_grad():
-                logp = (outs[k] if outs else policy_out(policy, batch))["logp"].detach()
+                logp = policy_out(policy, batch)["logp"]
         pre.append(algo.pre_update(logp, batch, cfg))
         counts.append(algo.denominators(batch, cfg))
     names = sorted(counts[0])
@@ -246,17 +254,18 @@ def mini_batch_sums(algo, cfg, policy, micro, outs, *, unchanged: bool, ranks):
     return sums[len(names) :], {name: sums[i].clamp(min=1).float() for i, name in enumerate(names)}
 
 
-def update(plans, rows, columns, algo, cfg, models, optimizers, grad_clip: float, ranks: Ranks, *, train_policy: bool) -> dict:
-    """All passes and mini-batches of an iteration. Returns {metric: value}, reduced over micro-batches and ranks."""
+def update(plans, rows, columns, algo, cfg, models, optimizers, grad_clip: float, ranks: Ranks) -> dict:
+    """All passes and mini-batches of an iteration, for the models that have an optimizer here.
+
+    Returns {metric: value}, reduced over micro-batches and ranks.
+    """
     measured, steps, unchanged = [], {}, True
     for plan in plans:
         for minibatch in plan:
             micro = [collate(rows, picks, columns, ranks.device) for picks in minibatch[ranks.rank]]
-            outs = [policy_out(models["policy"], micro[0])] if train_policy and len(micro) == 1 else []
+            outs = [policy_out(models["policy"], micro[0])] if "policy" in optimizers and len(micro) == 1 else []
             pre, denom = mini_batch_sums(algo, cfg, models["policy"], micro, outs, unchanged=unchanged, ranks=ranks)
             for part in optimizers:
-                if part == "policy" and not train_policy:
-                    continue
                 for batch in micro:
                     if part == "policy":
                         out = outs.pop() if outs else policy_out(models["policy"], batch)
@@ -270,7 +279,7 @@ def update(plans, rows, columns, algo, cfg, models, optimizers, grad_clip: float
                     optimizers[part].step()
                 optimizers[part].zero_grad()
                 steps.setdefault(part, []).append(norm)
-            unchanged = not train_policy
+            unchanged = "policy" not in optimizers
     metrics = reduce_metrics(ranks.gather([{k: (float(a), None if b is None else float(b)) for k, (a, b) in m.items()} for m in measured]))
     for part, norms in steps.items():
         finite = [x for x in norms if np.isfinite(x)]
@@ -307,26 +316,30 @@ def describe_credit(columns) -> dict:
     """How much of the returns' variance the critic explains: 1 is all, 0 is none, below 0 is worse than a constant."""
     if "value_old" not in columns:
         return {}
-    value, ret = np.concatenate(columns["value_old"]), np.concatenate(columns["ret"])
+    pairs = [np.broadcast_arrays(v, r) for v, r in zip(columns["value_old"], columns["ret"], strict=True)]
+    value, ret = (np.concatenate(x) for x in zip(*pairs, strict=True))
     return {"critic/explained_variance": float(1 - np.var(ret - value) / np.var(ret)) if np.var(ret) > 0 else 0.0}
 
 
-def mismatch(rows, logp_old, cfg, ranks: Ranks, *, warn: bool) -> dict:
-    """Sampler against trainer at the same weights, per token; and how far that noise alone moves an action's ratio from 1."""
+def mismatch(rows, logp_old, s: Settings, cfg, ranks: Ranks, *, first: bool) -> dict:
+    """Sampler against trainer at the same weights: per token, and as the ratio of an action that this noise alone would make.
+
+    A sampler that does not play the trained weights is an error in a run's first iteration, and a warning later.
+    """
     differences = [old - row.logp_rollout for old, row in zip(logp_old, rows, strict=True)]
-    tokens = np.abs(np.concatenate(differences))
-    bound = 0.05 if ranks.cuda else 1e-4
-    if tokens.mean() > bound:
-        raise UserError(
-            f"The engine's log-probs differ from the trainer's by {tokens.mean():.2e} on average (bound {bound:g}): it does not play the "
-            "trained weights; try --engine transformers, and compare the two engines on this model."
-        )
-    noise = [abs(np.expm1(d.sum() / np.sqrt(len(d)))) for d in differences]
+    z = np.concatenate(differences)
+    mean, bound = float(np.abs(z).mean()), 0.05 if ranks.cuda else 1e-4
+    if mean > bound and s.top_p == 1:  # below 1 an engine may give log-probs of the tokens it kept
+        found = f"The engine's log-probs differ from the trainer's by {mean:.2e} on average (bound {bound:g})"
+        if first:
+            raise UserError(f"{found}: it does not play the trained weights; compare the two engines on this model (--engine).")
+        ranks.say(f"warning: {found}.")
+    noise = [abs(np.expm1(z.mean() + (d - z.mean()).sum() / np.sqrt(len(d)))) for d in differences]
     p50, p95, largest = (float(x) for x in np.quantile(noise, (0.5, 0.95, 1.0)))
-    if warn and p50 > cfg.eps:
-        ranks.say(f"warning: engine noise alone moves half of the action ratios by more than {p50:.1e}, the clip range is {cfg.eps:g}.")
+    if first and p50 > cfg.clip_width:
+        ranks.say(f"warning: engine noise moves half of the ratios by more than {p50:.1e}, the clip range is {cfg.clip_width:g}.")
     return {
-        "mismatch/mean": float(tokens.mean()), "mismatch/max": float(tokens.max()),
+        "mismatch/mean": mean, "mismatch/max": float(np.abs(z).max()),
         "mismatch/ratio_p50": p50, "mismatch/ratio_p95": p95, "mismatch/ratio_max": largest,
     }  # fmt: skip
 
@@ -404,9 +417,9 @@ def tasks_of(tasks, s: Settings, iteration: int) -> list:
 
 def check(s: Settings, algo, context: int, world: int):
     """What can be refused before the first rollout."""
-    least = dict.fromkeys(("seed", "history_length", "eval_tasks", "eval_temperature", "eval_seed", "slots", "lr", "critic_lr"), 0)
-    least |= dict.fromkeys(("iterations", "tasks", "rollouts", "minibatch", "passes", "max_steps", "prompt_tokens", "response_tokens"), 1)
-    least |= dict.fromkeys(("eval_every", "save_every", "logit_chunk", "workers"), 1)
+    least = dict.fromkeys(("seed", "max_steps", "critic_minibatch", "history_length", "eval_tasks", "eval_temperature", "eval_seed", "slots", "lr", "critic_lr"), 0)
+    least |= dict.fromkeys(("iterations", "tasks", "rollouts", "minibatch", "passes", "prompt_tokens", "response_tokens"), 1)
+    least |= dict.fromkeys(("eval_every", "save_every", "logit_chunk", "micro_tokens", "workers"), 1)
     for name, bound in least.items():
         if not getattr(s, name) >= bound:
             raise UserError(f"--{name} {getattr(s, name)}: give at least {bound}.")
@@ -414,20 +427,24 @@ def check(s: Settings, algo, context: int, world: int):
         if not getattr(s, name) > 0:
             raise UserError(f"--{name} {getattr(s, name)}: give a number above 0.")
     if s.prompt_tokens >= context:
-        raise UserError(f"--prompt_tokens {s.prompt_tokens} leaves no room in the model's context of {context}; give at most {context - 1}.")
+        raise UserError(f"--prompt_tokens {s.prompt_tokens} fills the model's context of {context}; give at most {context - 1}.")
     if "groups" in algo.NEEDS and s.rollouts < 2:
         raise UserError(f"--rollouts {s.rollouts}: this method compares trajectories of the same task; give at least 2.")
     if s.tasks * s.rollouts % world:
-        raise UserError(f"{s.tasks} tasks x {s.rollouts} rollouts do not divide by {world} processes; change --tasks, --rollouts or --nproc_per_node.")
+        what = f"{s.tasks} tasks x {s.rollouts} rollouts do not divide by {world} processes"
+        raise UserError(f"{what}; change --tasks, --rollouts or --nproc_per_node.")
 
 
 class Run:
     """Everything that lives for the whole run: settings, ranks, tasks, models, engine, environments, log."""
 
+    under_way = False  # from here on, errors may be one rank's alone
+
     def __init__(self, argv):
         self.algo, self.cfg, self.s, self.chosen = algo, cfg, s, chosen = parse(argv)
         self.ranks = ranks = Ranks()
-        ranks.say(f"preset {chosen.preset} ({chosen.why}): {s.model} on {chosen.env} with {chosen.algo}, {ranks.world} x {ranks.device.type}")
+        machine = f"{ranks.world} x {ranks.device.type}"
+        ranks.say(f"preset {chosen.preset} ({chosen.why}): {s.model} on {chosen.env} with {chosen.algo}, {machine}")
         if s.top_p < 1:
             ranks.say(f"warning: --top_p {s.top_p} below 1 biases the importance ratio: the sampler is not the policy.")
         self.signals = []
@@ -468,7 +485,7 @@ class Run:
         share = -(-max(s.tasks * s.rollouts, len(self.eval_tasks)) // ranks.world)
         self.pool = envs.Pool(chosen.env, slots=s.slots or min(64, share), workers=s.workers, deadline=s.deadline)
         self.play_options = dict(
-            style=s.style, max_steps=s.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
+            style=s.style, max_steps=s.max_steps or self.env.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
             history_length=s.history_length, success_reward=s.success_reward, invalid_reward=s.invalid_reward,
             eos_ids=end_tokens(path, self.tokenizer), deterministic=s.deterministic, ranks=ranks, stop=lambda: bool(self.signals),
         )  # fmt: skip
@@ -479,6 +496,7 @@ class Run:
             except OSError as e:
                 raise UserError(f"--out {self.out} cannot be written ({e.strerror}); give another folder.") from e
         self.log = Log(self.out / "metrics.jsonl", self.start, ranks)
+        Run.under_way = True
 
     def policy_options(self) -> dict:
         return dict(temperature=self.s.temperature, chunk=self.s.logit_chunk, grad_checkpoint=self.s.grad_checkpoint)
@@ -522,6 +540,10 @@ class Run:
         self.ranks.say(f"iteration {number}: held-out success {result['success']:.3f} +- {result['stderr']:.3f} ({result['n']} tasks)")
         return {f"eval/{name}": x for name, x in result.items()} | {"seconds/eval": time.perf_counter() - began}
 
+    def update(self, part: str, plans, rows, columns) -> dict:
+        optimizers = {part: self.optimizers[part]}
+        return update(plans, rows, columns, self.algo, self.cfg, self.models, optimizers, self.s.grad_clip, self.ranks)
+
     def sync(self):
         """The policy's weights to the engine."""
         self.engine.wake()
@@ -536,7 +558,8 @@ class Run:
         if number == s.iterations and not self.stopped():
             export(out / "export", self.models["policy"], self.tokenizer, described(self.chosen, s, self.cfg), ranks)
             if ranks.rank == 0:
-                draw_curve(out / "metrics.jsonl", out / "learning_curve.png", f"{self.chosen.algo} on {self.chosen.env} ({self.chosen.preset})")
+                title = f"{self.chosen.algo} on {self.chosen.env} ({self.chosen.preset})"
+                draw_curve(out / "metrics.jsonl", out / "learning_curve.png", title)
             ranks.say(f"done: {out} holds metrics.jsonl, learning_curve.png, checkpoints and export. Next: python eval.py {out}/export")
         else:
             ranks.say(f"stopped after iteration {number}. Next: torchrun --nproc_per_node={ranks.world} train.py --resume {out}")
@@ -568,13 +591,16 @@ def main(argv=None):
 
         if rows:
             lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rows]
-            plans = [
-                plan_pass(lengths, size=s.minibatch, world=ranks.world, budget=s.micro_tokens, seed=(s.seed, 2, number, p))
-                for p in range(s.passes)
-            ]
+            plans, critic_plans = (
+                [
+                    plan_pass(lengths, size=size, world=ranks.world, budget=s.micro_tokens, seed=(s.seed, 2, number, p))
+                    for p in range(s.passes)
+                ]
+                for size in (s.minibatch, s.critic_minibatch or s.minibatch)
+            )
             with clock("score"):  # 2. log-probs, values and reference log-probs at those weights
                 columns = score(plans[0], rows, models, cfg, algo.NEEDS, ranks)
-                metrics |= mismatch(rows, columns["logp_old"], cfg, ranks, warn=number == run.start + 1)
+                metrics |= mismatch(rows, columns["logp_old"], s, cfg, ranks, first=number == run.start + 1)
             with clock("credit"):  # 3. credit over the whole batch
                 batch = as_batch(rows, trajectories, columns)
                 if getattr(cfg, "bootstrap_truncated", False):
@@ -582,8 +608,10 @@ def main(argv=None):
                 columns |= per_row(algo.advantages(batch, cfg), rows)
                 metrics |= describe_credit(columns)
             with clock("update"):  # 4. mini-batch updates
-                train_policy = number > getattr(cfg, "critic_warmup", 0)
-                metrics |= update(plans, rows, columns, algo, cfg, models, run.optimizers, s.grad_clip, ranks, train_policy=train_policy)
+                if "critic" in models:
+                    metrics |= run.update("critic", critic_plans, rows, columns)
+                if number > getattr(cfg, "critic_warmup", 0):
+                    metrics |= run.update("policy", plans, rows, columns)
             metrics["tokens_per_second/update"] = sum(lengths) * s.passes / clock["seconds/update"]
             metrics["tokens_per_second/rollout"] = sum(len(r.response_ids) for r in rows) / clock["seconds/rollout"]
         with clock("sync"):  # 5. new weights to the engine
@@ -606,6 +634,6 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as e:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or Run.under_way:  # before that, every rank finds the same
             print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # without waiting for other ranks, which may hang in a collective

@@ -9,8 +9,8 @@ furniture of 120 rooms. A game drawn from them is a folder with `game.tw-pddl` a
     OUT/json_2.1.1/{train,valid_seen,valid_unseen}/FAMILY-OBJECT-None-RECEPTACLE-ROOM/trial_00000/
 
 so that one loader serves both. Games are solvable by construction: the target lies somewhere else than the goal, everything that is
-needed is in the room and nothing can be lost for good. `--check` plays every game with the package's handcoded expert. As in ALFWorld, `train`
-and `valid_seen` share their rooms and `valid_unseen` has rooms of its own; no two games are alike.
+needed is in the room and nothing can be lost for good. `--check` plays every game with the package's handcoded expert, and at random.
+As in ALFWorld, `train` and `valid_seen` share their rooms and `valid_unseen` has rooms of its own; no two games are alike.
 
 `small` rooms hold 5 pieces of the room's furniture and 4 to 6 objects (an episode takes about 10 steps), `whole` rooms all of it.
 """
@@ -177,7 +177,8 @@ def problem(game):
     abilities = {"cleanable": "Cleanable", "heatable": "Heatable", "coolable": "Coolable", "sliceable": "Sliceable",
                  "toggleable": "Toggleable"}
     for name, kind, receptacle in game.objects:
-        facts += [f"(objectType {name} {kind}Type)", f"(inReceptacle {name} {receptacle})", f"(objectAtLocation {name} {where[receptacle]})"]
+        facts += [f"(objectType {name} {kind}Type)", f"(inReceptacle {name} {receptacle})"]
+        facts.append(f"(objectAtLocation {name} {where[receptacle]})")
         facts += [f"({predicate} {name})" for predicate, key in abilities.items() if kind in constants.VAL_ACTION_OBJECTS[key]]
         if kind != "DeskLamp":
             facts.append(f"(pickupable {name})")
@@ -195,7 +196,8 @@ def problem(game):
 def write(game, folder, domain, grammar):
     """Writes a game as the two files that ALFWorld's own data has."""
     folder.mkdir(parents=True)
-    logic = {"pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", game.sentence), "pddl_problem": problem(game), "solvable": True}
+    grammar = grammar.replace("UNKNOWN GOAL", game.sentence)
+    logic = {"pddl_domain": domain, "grammar": grammar, "pddl_problem": problem(game), "solvable": True}
     params = {"object_target": game.target, "parent_target": game.goal, "mrecep_target": "", "object_sliced": False,
               "toggle_target": "DeskLamp" if game.family == "look_at_obj_in_light" else ""}
     about = {"task_type": game.family, "pddl_params": params, "task_id": folder.name,
@@ -204,11 +206,10 @@ def write(game, folder, domain, grammar):
     (folder / "traj_data.json").write_text(json.dumps(about))
 
 
-def generate(out, *, train=2000, seen=200, unseen=200, rooms="small", seed=0, check=False, progress=True):
+def generate(out, *, train=2000, seen=200, unseen=200, rooms="small", seed=0, progress=True):
     """Writes the games under `out` (which must not hold any yet) in equal shares of the six families and returns their paths.
 
-    The same arguments give the same files. `check` plays each game with the expert and raises ValueError at the first one that it does
-    not win. Raises FileExistsError where `out` has games already.
+    The same arguments give the same files. Raises FileExistsError where `out` has games already.
     """
     root = Path(out) / "json_2.1.1"
     if root.exists():
@@ -234,8 +235,6 @@ def generate(out, *, train=2000, seen=200, unseen=200, rooms="small", seed=0, ch
                 write(game, folder, domain, grammar)
                 paths.append(str(folder / "game.tw-pddl"))
                 bar.update()
-    if check:
-        check_games(paths, progress)
     return paths
 
 
@@ -280,7 +279,7 @@ class Expert:
 
     def __init__(self, game_file, feedback, seed=0):
         handcoded_expert.random = random.Random(seed)  # it picks among equal objects, and anything when it is stuck
-        self.agent = HandCodedTWAgent(max_steps=200)
+        self.agent = HandCodedTWAgent(max_steps=1000)
         self.agent.reset(str(game_file))
         self.agent.observe("Welcome " + feedback)  # how it knows a first feedback; the greeting may be gone
         self.held, self.inside, self.states, self.last = None, {}, {}, None
@@ -292,7 +291,7 @@ class Expert:
         return goal["action"], goal["param"]
 
     def act(self, feedback, admissible):
-        """The next command, always an admissible one. Raises handcoded_expert.HandCodedAgentTimeout after 200 of them."""
+        """The next command, always an admissible one. Raises handcoded_expert.HandCodedAgentTimeout after 1,000 of them."""
         if self.last is None:
             feedback = "Welcome " + feedback  # it looks for the greeting here, too, and wanders about without it
         else:
@@ -320,7 +319,7 @@ class Expert:
             self.states[" ".join(words[:2])] = {"heat": "ishot", "cool": "iscool", "clean": "isclean"}[verb]
 
 
-def play(game, path, limit=100):
+def play(game, path, limit=500):  # a kitchen with 27 drawers takes the expert 150 steps
     """Plays one game with the expert; the number of steps it took, or None when it was not won within `limit` steps."""
     feedback, admissible = game.start(str(path))
     expert = Expert(path, feedback)
@@ -331,19 +330,46 @@ def play(game, path, limit=100):
     return None
 
 
-def check_games(paths, progress=True):
-    """Plays every game with the expert and returns the steps each took; ValueError at the first one that it does not win."""
+def play_at_random(game, path, limit, rng):
+    """Plays one game with random admissible commands; whether it was won within `limit` steps."""
+    _, admissible = game.start(str(path))
+    for _ in range(limit):
+        _, admissible, won, _ = game.step(rng.choice(admissible))
+        if won:
+            return True
+    return False
+
+
+def check_games(paths, progress=True, limit=20):
+    """Plays every game with the expert, and at random for comparison -> (steps of the expert, won at random within `limit` steps), one
+    per game. ValueError at the first game that the expert does not win."""
     from alfworld_fast import Game  # here, so that writing games needs no engine
 
-    game, steps = Game(), []
+    game, rng, steps, lucky = Game(), random.Random(0), [], []
     try:
         for path in tqdm(paths, desc="expert", unit="game", disable=not progress):
             steps.append(play(game, path))
             if steps[-1] is None:
                 raise ValueError(f"the expert did not win {path}")
+            lucky.append(play_at_random(game, path, limit, rng))
     finally:
         game.close()
-    return steps
+    return steps, lucky
+
+
+def report(paths, limit=20):
+    """Checks the games and prints what the expert and chance reach, by split and family."""
+    steps, lucky = check_games(paths, limit=limit)
+    print(f"The expert won all {len(paths)} games. Within {limit} steps:")
+    groups = {}
+    for path, n, luck in zip(paths, steps, lucky):
+        split, family = Path(path).parts[-4], Path(path).parts[-3].split("-")[0]
+        for group in ((split, "all"), (split, family)):
+            groups.setdefault(group, []).append((n, luck))
+    for (split, family), played in groups.items():
+        number = len(played)
+        print(f"  {split:13} {family:31} {number:5} games, expert {sum(n <= limit for n, _ in played) / number:6.1%}, "
+              f"its mean steps {sum(n for n, _ in played) / number:4.1f}, random {sum(luck for _, luck in played) / number:6.1%}")
 
 
 def main():
@@ -354,14 +380,16 @@ def main():
     parser.add_argument("--unseen", type=int, default=200, help="held-out games in other rooms (default: %(default)s)")
     parser.add_argument("--rooms", choices=["small", "whole"], default="small", help="size of the rooms (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other games (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="also play each game with the handcoded expert (about 0.1 s a small game)")
+    parser.add_argument("--check", action="store_true", help="also play each game with the expert and at random (0.1 s a small game)")
     args = parser.parse_args()
     try:
-        paths = generate(args.out, train=args.train, seen=args.seen, unseen=args.unseen, rooms=args.rooms, seed=args.seed, check=args.check)
+        paths = generate(args.out, train=args.train, seen=args.seen, unseen=args.unseen, rooms=args.rooms, seed=args.seed)
+        print(f"{len(paths)} games in {args.out}")
+        if args.check:
+            report(paths)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{len(paths)} games in {args.out}")
     return 0
 
 

@@ -123,8 +123,8 @@ def fixed_parts(prompts):
 
 
 def leads(texts, number=40):
-    """The most frequent phrases of two words or more before a numbered thing ("go to", ", you see a"), and the digits with a space before them (" 1").
-    With these a command has the same few pieces wherever it stands."""
+    """The digits with a space before them (" 1") and the most frequent phrases of two words or more before a numbered thing ("go to",
+    ", you see a"). With these a command has the same few pieces wherever it stands."""
     count = Counter(phrase for text in texts for phrase in re.findall(r"([^\d\n]+?)(?= [a-z]+ \d)", text))
     frequent = [phrase for phrase, _ in count.most_common() if " " in phrase.strip()]
     return [f" {digit}" for digit in range(10)] + frequent[:number]

@@ -58,7 +58,7 @@ def gradients(case, ranks, *, budget):
     plans = [plan_pass(lengths, size=case["size"], world=ranks.world, budget=budget, seed=(5, p)) for p in range(2)]
     cfg = capo_action.Config(**case["config"])
     metrics = train.update(
-        plans, case["rows"], case["columns"], capo_action, cfg, models, recorders, float("inf"), ranks, train_policy=True
+        plans, case["rows"], case["columns"], capo_action, cfg, models, recorders, float("inf"), ranks
     )
     return {part: recorder.steps for part, recorder in recorders.items()}, metrics
 

@@ -470,7 +470,7 @@ def real_update(agent, ranks, *, lr, temperature=0.6, n=24, size=8, budget=10**9
         columns["adv"][poison][:] = np.nan
         columns["ret"][poison][:] = np.nan
     before = {part: {k: full(p) for k, p in models[part].named_parameters()} for part in optimizers}
-    metrics = train.update(plans, rows, columns, capo_action, cfg, models, optimizers, 1.0, ranks, train_policy=True)
+    metrics = train.update(plans, rows, columns, capo_action, cfg, models, optimizers, 1.0, ranks)
     return SimpleNamespace(
         models=models, before=before, metrics=metrics, plans=plans, columns=columns, rows=rows, cfg=cfg, optimizers=optimizers
     )
@@ -517,9 +517,8 @@ def test_the_critic_alone_trains_while_it_warms_up(agent, ranks):
     run = real_update(agent, ranks, lr=1e-2)
     weights = {k: full(p) for k, p in run.models["policy"].named_parameters()}
     critic = {k: full(p) for k, p in run.models["critic"].named_parameters()}
-    metrics = train.update(
-        run.plans, run.rows, run.columns, capo_action, run.cfg, run.models, run.optimizers, 1.0, ranks, train_policy=False
-    )
+    optimizers = {"critic": run.optimizers["critic"]}
+    metrics = train.update(run.plans, run.rows, run.columns, capo_action, run.cfg, run.models, optimizers, 1.0, ranks)
     assert all(full(p).equal(weights[k]) for k, p in run.models["policy"].named_parameters())
     assert any(not full(p).equal(critic[k]) for k, p in run.models["critic"].named_parameters())
     assert "policy/grad_norm" not in metrics and metrics["critic/grad_norm"] > 0

@@ -222,10 +222,11 @@ def main(argv=None):
             setattr(settings, name, getattr(args, name))
     s, env_name = settings, args.env or (run["env"] if run else "alfworld")
     env = envs.environment(env_name)
+    s.max_steps = s.max_steps or env.max_steps
     tasks = spread(env.tasks(s.eval_split, s.data or None), s.eval_tasks)
     tokenizer = None
     if args.agent in ("random", "expert"):
-        rows, trajectories = play_scripted(env_name, tasks * args.repeats, args.agent, max_steps=s.max_steps or env.max_steps, seed=s.eval_seed)
+        rows, trajectories = play_scripted(env_name, tasks * args.repeats, args.agent, max_steps=s.max_steps, seed=s.eval_seed)
         rank = 0
     else:
         ranks = Ranks()
@@ -245,7 +246,7 @@ def main(argv=None):
         pool = envs.Pool(env_name, slots=s.slots or min(64, share), workers=s.workers, deadline=s.deadline)
         rows, trajectories = play_all(
             engine, pool, env, tokenizer, tasks, repeats=args.repeats, ranks=ranks, seed=s.eval_seed, temperature=s.eval_temperature,
-            style=s.style, max_steps=s.max_steps or env.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
+            style=s.style, max_steps=s.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
             history_length=s.history_length, eos_ids=end_tokens(path, tokenizer), deterministic=s.deterministic,
         )  # fmt: skip
         pool.close()

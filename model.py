@@ -179,7 +179,8 @@ def build(kind, path: str, ranks: Ranks, *, trained: bool, grad_checkpoint: bool
     window = getattr(config, "sliding_window", None) if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else None
     unusual = [name for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling") if getattr(config, name, None)]
     if window or unusual:
-        raise UserError(f"The model {path} has {', '.join(unusual) or f'a sliding window of {window}'}, which is left out here; take another.")
+        what = ", ".join(unusual) or f"a sliding window of {window}"
+        raise UserError(f"The model {path} has {what}, which the training forward pass leaves out; take another model.")
     loader = AutoModelForCausalLM if kind is Policy else AutoModel
     backbone = loader.from_pretrained(path, config=config, dtype="auto")
     if grad_checkpoint and trained:

@@ -417,7 +417,8 @@ def tasks_of(tasks, s: Settings, iteration: int) -> list:
 
 def check(s: Settings, algo, context: int, world: int):
     """What can be refused before the first rollout."""
-    least = dict.fromkeys(("seed", "max_steps", "critic_minibatch", "history_length", "eval_tasks", "eval_temperature", "eval_seed", "slots", "lr", "critic_lr"), 0)
+    least = dict.fromkeys(("seed", "max_steps", "critic_minibatch", "history_length", "slots", "lr", "critic_lr"), 0)
+    least |= dict.fromkeys(("eval_tasks", "eval_temperature", "eval_seed"), 0)
     least |= dict.fromkeys(("iterations", "tasks", "rollouts", "minibatch", "passes", "prompt_tokens", "response_tokens"), 1)
     least |= dict.fromkeys(("eval_every", "save_every", "logit_chunk", "micro_tokens", "workers"), 1)
     for name, bound in least.items():
@@ -485,8 +486,8 @@ class Run:
         share = -(-max(s.tasks * s.rollouts, len(self.eval_tasks)) // ranks.world)
         self.pool = envs.Pool(chosen.env, slots=s.slots or min(64, share), workers=s.workers, deadline=s.deadline)
         self.play_options = dict(
-            style=s.style, max_steps=s.max_steps or self.env.max_steps, prompt_tokens=s.prompt_tokens, response_tokens=s.response_tokens, context=context,
-            history_length=s.history_length, success_reward=s.success_reward, invalid_reward=s.invalid_reward,
+            style=s.style, max_steps=s.max_steps or self.env.max_steps, prompt_tokens=s.prompt_tokens,
+            response_tokens=s.response_tokens, context=context, history_length=s.history_length, success_reward=s.success_reward, invalid_reward=s.invalid_reward,
             eos_ids=end_tokens(path, self.tokenizer), deterministic=s.deterministic, ranks=ranks, stop=lambda: bool(self.signals),
         )  # fmt: skip
         if ranks.rank == 0 and not chosen.resume:  # the last thing here: a run that was refused leaves nothing

@@ -27,7 +27,6 @@ Equations
 
 Choices
   - Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
-  - Paper silent: the critic's value head starts at zero, so that the first advantages are the returns.
   - Paper silent: whitening counts each action once; fewer than two actions, or all equal, give zeros.
   - Paper silent: mu is taken over the whole optimiser mini-batch, all micro-batches and ranks.
   - Paper silent: log-ratios are clamped to [-20, 20] before exp.

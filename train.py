@@ -487,7 +487,8 @@ class Run:
         self.pool = envs.Pool(chosen.env, slots=s.slots or min(64, share), workers=s.workers, deadline=s.deadline)
         self.play_options = dict(
             style=s.style, max_steps=s.max_steps or self.env.max_steps, prompt_tokens=s.prompt_tokens,
-            response_tokens=s.response_tokens, context=context, history_length=s.history_length, success_reward=s.success_reward, invalid_reward=s.invalid_reward,
+            response_tokens=s.response_tokens, context=context, history_length=s.history_length,
+            success_reward=s.success_reward, invalid_reward=s.invalid_reward,
             eos_ids=end_tokens(path, self.tokenizer), deterministic=s.deterministic, ranks=ranks, stop=lambda: bool(self.signals),
         )  # fmt: skip
         if ranks.rank == 0 and not chosen.resume:  # the last thing here: a run that was refused leaves nothing

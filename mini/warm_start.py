@@ -163,7 +163,7 @@ def make_tokenizer(steps, vocabulary=1024):
 # ---------------------------------------------------------------- behaviour cloning
 
 
-def make_model(tokenizer, layers=3, hidden=128, intermediate=320, heads=4):
+def make_model(tokenizer, layers=2, hidden=128, intermediate=384, heads=4):
     """A Qwen2-shaped model with random weights."""
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,

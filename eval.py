@@ -250,9 +250,10 @@ def main(argv=None):
             history_length=s.history_length, eos_ids=end_tokens(path, tokenizer), deterministic=s.deterministic,
         )  # fmt: skip
         pool.close()
-        engine.close()
         ranks.barrier()
-        dist.destroy_process_group()
+        engine.close()  # vLLM's takes the process group with it
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if rank == 0:
         text, result = table(rows, trajectories)
         print(f"{args.agent}: {env_name} {s.eval_split}, {len(tasks)} tasks x {args.repeats}, T = {s.eval_temperature}, seed {s.eval_seed}")

@@ -255,6 +255,8 @@ class VLLMEngine:
             generation_config="vllm",  # not the model's own, whose top-k and the like would act
             logprobs_mode="processed_logprobs",  # after the temperature
             enforce_eager=not self.cuda,
+            # vLLM takes back a seeded draw after a part of a prompt, which a CPU's generator cannot do: there, prompts stay whole.
+            **({} if self.cuda else {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}),
             enable_sleep_mode=self.cuda,
             gpu_memory_utilization=memory,
             # Under torchrun each rank's engine has to take the GPU of its own LOCAL_RANK.

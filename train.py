@@ -566,9 +566,10 @@ class Run:
         else:
             ranks.say(f"stopped after iteration {number}. Next: torchrun --nproc_per_node={ranks.world} train.py --resume {out}")
         self.pool.close()
-        self.engine.close()
         ranks.barrier()
-        dist.destroy_process_group()
+        self.engine.close()  # vLLM's takes the process group with it
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def main(argv=None):

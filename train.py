@@ -242,11 +242,9 @@ def mini_batch_sums(algo, cfg, policy, micro, outs, *, unchanged: bool, ranks):
     pre, counts = [], []
     for k, batch in enumerate(micro):
         logp = batch["logp_old"]  # at unchanged weights z is 0; later it takes the forward pass at hand, or one of its own
-        if outs:
-            logp = outs[k]["logp"].detach()
-        elif not unchanged and algo.pre_update(logp, batch, cfg).numel():
+        if not unchanged and algo.pre_update(logp, batch, cfg).numel():
             with torch.no_grad():
-                logp = policy_out(policy, batch)["logp"]
+                logp = (outs[k] if outs else policy_out(policy, batch))["logp"].detach()
         pre.append(algo.pre_update(logp, batch, cfg))
         counts.append(algo.denominators(batch, cfg))
     names = sorted(counts[0])

@@ -538,7 +538,8 @@ def test_start_while_the_dead_worker_still_owes_answers():
         pid = ask(pool, s0=task(), s1=task(), s2=task())[0].info["pid"]
         for slot, command in enumerate(("a", "b", "exit 3")):
             pool.step(slot, command)
-        assert wait_until(lambda: not exists(pid))
+        # Not `exists`: a process whose main thread is gone may not be over yet, and would still be taken for alive.
+        assert wait_until(lambda: pool.workers[0].process.poll() is not None) and not exists(pid)
         pool.start(3, task("t3"), 0)
         answers = collect(pool, 4)
         assert [answers[0].observation, answers[1].observation] == ["a", "b"]

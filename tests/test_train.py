@@ -566,12 +566,15 @@ def test_a_large_mismatch_is_an_error_and_a_clip_range_below_the_noise_a_warning
     rows = make_rows(4, vocabulary=9)
     cfg = capo_action.Config()
     logp = [r.logp_rollout + np.float32(5e-5) for r in rows]
-    result = train.mismatch(rows, logp, cfg, ranks, warn=True)
+    result = train.mismatch(rows, logp, train.Settings(), cfg, ranks, first=True)
     assert result["mismatch/mean"] == pytest.approx(5e-5) and "warning" not in capsys.readouterr().out
-    train.mismatch(rows, logp, capo_action.Config(eps=1e-5), ranks, warn=True)
+    train.mismatch(rows, logp, train.Settings(), capo_action.Config(eps=1e-5), ranks, first=True)
     assert "1e-05" in capsys.readouterr().out
     with pytest.raises(UserError, match="--engine"):
-        train.mismatch(rows, [x + np.float32(1e-3) for x in logp], cfg, ranks, warn=True)
+        train.mismatch(rows, [x + np.float32(1e-3) for x in logp], train.Settings(), cfg, ranks, first=True)
+    train.mismatch(rows, [x + np.float32(1e-3) for x in logp], train.Settings(), cfg, ranks, first=False)
+    assert "warning" in capsys.readouterr().out, "later in a run it must not cost what was trained"
+    train.mismatch(rows, [x + np.float32(1e-3) for x in logp], train.Settings(top_p=0.9), cfg, ranks, first=True)
 
 
 # ----------------------------------------------------------------------------------------------- tasks, log, checkpoints
@@ -833,7 +836,7 @@ def test_a_run_leaves_metrics_curve_checkpoints_export_and_says_what_next(whole_
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["000001", "000002"]
     assert {"config.json", "export", "learning_curve.png", "metrics.jsonl"} <= {p.name for p in out.iterdir()}
     config = json.loads((out / "config.json").read_text())
-    assert config["settings"]["lr"] == 1e-3 and config["algo"] == "capo_action" and config["config"]["eps"] == 0.001
+    assert config["settings"]["lr"] == 1e-3 and config["algo"] == "capo_action" and config["config"]["eps"] == 0.02
     exported, first = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (out / "export", agent))
     assert all(not exported[k].equal(first[k]) for k in exported if k.endswith("proj.weight")), "training moved the weights"
 

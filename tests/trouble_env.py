@@ -26,6 +26,9 @@ class Trouble:
         verb, _, value = action.partition(" ")
         if verb == "sleep":
             time.sleep(float(value))
+        elif verb == "wait":
+            while not Path(value).exists():
+                time.sleep(0.01)
         elif verb == "raise":
             raise ValueError(value)
         elif verb == "exit":

@@ -63,6 +63,13 @@ class Config:
     bootstrap_truncated: bool = False  # V(s_T) instead of 0 after the last action of a truncated trajectory [ours]
     critic_warmup: int = 0  # first iterations that train the critic alone [authors]
 
+    def __post_init__(self):
+        at_most_1, any_size = ("gamma", "lam", "eps", "token_eps"), ("alpha", "value_clip", "kl_coef", "entropy_coef", "critic_warmup")
+        for names, low, high in ((at_most_1, 0, 1), (any_size, 0, float("inf")), (("dual_clip",), 1, float("inf"))):
+            for name in names:
+                if not low <= getattr(self, name) <= high:
+                    raise ValueError(f"{name} {getattr(self, name)}: give a number from {low} to {high}.")
+
     @property
     def value_at(self) -> str:
         """Where the critic is read: "state" = the last prompt token alone, "tokens" = before each response token."""
@@ -271,55 +278,66 @@ def loss(out: dict, batch: dict, cfg: Config, *, pre: Tensor, denom: dict) -> tu
     returned. pre: the summed `pre_update`; denom: the summed `denominators`.
     Returns the scalar and {metric: (sum, count)}; a metric that ends in /max is reduced by maximum instead.
     """
-    mask, zero = _mask(batch["mask"]), batch["logp_old"].new_zeros(())
+    total, metrics = batch["logp_old"].new_zeros(()), {}
     denom = {name: count.clamp(min=1) for name, count in denom.items()}
-    total, metrics = zero, {}
-    if "logp" in out:
-        logp, logp_old = torch.where(mask, out["logp"], zero), torch.where(mask, batch["logp_old"], zero)
-        z, mu = logp - logp_old, (pre[0] / pre[1].clamp(min=1)).to(zero.dtype) if len(pre) else zero
-        length = mask.sum(1)
-        if cfg.ratio == "token":
-            adv = torch.where(mask, batch["adv"].expand_as(z), zero)
-            per_term = torch.where(mask, token_loss(z, adv, eps=cfg.token_eps, c=cfg.dual_clip), zero)
-            w, real = _exp(z.detach()), mask
-            clipped = mask & (w.clamp(1 - cfg.token_eps, 1 + cfg.token_eps) * adv < w * adv)
-            bins = length[:, None].expand_as(mask)
-        else:
-            adv_act = batch["adv"][:, 0]
-            if cfg.credit == "token":
-                # Paper silent: under credit=token an action ratio takes the mean of its tokens' advantages.
-                adv_act = torch.where(mask, batch["adv"], zero).sum(1) / length.clamp(min=1)
-            kind = dict(mu=mu, alpha=cfg.alpha, kind=cfg.ratio)
-            per_term, clipped = policy_loss(z, mask, adv_act, eps=cfg.eps, **kind)
-            w, real, bins = action_ratio(z.detach(), mask, **kind), mask.any(1), length
-        entropy = torch.where(mask, out["entropy"], zero)
-        total = total + per_term.sum() / denom["policy"]
-        if cfg.entropy_coef:
-            total = total - cfg.entropy_coef * entropy.sum() / denom["kl"]
-        metrics |= {
-            "policy/loss": (per_term.sum(), real.sum()),
-            "policy/entropy": (entropy.sum(), mask.sum()),
-            "policy/ratio": (w[real].sum(), real.sum()),
-            "policy/ratio/max": (w[real].max() if real.any() else zero, None),
-            "policy/mu": (mu * mask.sum(), mask.sum()),
-            "policy/clip_frac": (clipped.sum(), real.sum()),
-        }
-        if cfg.kl_coef:
-            # Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
-            kl = torch.where(mask, kl_penalty(logp, torch.where(mask, batch["logp_ref"], zero)), zero)
-            total = total + cfg.kl_coef * kl.sum() / denom["kl"]
-            metrics["policy/kl"] = (kl.sum(), mask.sum())
-        for low, high in ((1, 15), (16, 63), (64, 255), (256, 10**6)):  # does clipping depend on the action's length?
-            inside = real & (bins >= low) & (bins <= high)
-            metrics[f"policy/clip_frac/len_{low}-{high}"] = ((clipped & inside).sum(), inside.sum())
-    if "value" in out:
-        real = mask if cfg.value_at == "tokens" else mask.any(1, keepdim=True)
-        ret = batch["ret"].expand(real.shape)
-        v, v_old, ret = (torch.where(real, x, zero) for x in (out["value"], batch["value_old"], ret))
-        per_row = torch.where(real, value_loss(v, v_old, ret, clip=cfg.value_clip), zero)
-        total = total + per_row.sum() / denom["value"]
-        metrics["critic/loss"] = (per_row.sum(), real.sum())
+    for name, part in (("logp", _policy_part), ("value", _value_part)):
+        if name in out:
+            share, measured = part(out, batch, cfg, pre, denom)
+            total, metrics = total + share, metrics | measured
     return total, {k: (a.detach(), b) for k, (a, b) in metrics.items()}
+
+
+def _policy_part(out, batch, cfg, pre, denom):
+    """Clipped surrogate, KL penalty and entropy bonus; whatever stands in masked cells is taken out first."""
+    mask, zero = _mask(batch["mask"]), batch["logp_old"].new_zeros(())
+    logp, logp_old, entropy = (torch.where(mask, x, zero) for x in (out["logp"], batch["logp_old"], out["entropy"]))
+    mu = (pre[0] / pre[1].clamp(min=1)).to(zero.dtype) if len(pre) else zero
+    per_term, w, clipped, real, length = _policy_terms(logp - logp_old, mask, batch["adv"], mu, cfg)
+    total = per_term.sum() / denom["policy"]
+    metrics = {
+        "policy/loss": (per_term.sum(), real.sum()),
+        "policy/entropy": (entropy.sum(), mask.sum()),
+        "policy/ratio": (w[real].sum(), real.sum()),
+        "policy/ratio/max": (w[real].max() if real.any() else zero, None),
+        "policy/mu": (mu * mask.sum(), mask.sum()),
+        "policy/clip_frac": (clipped.sum(), real.sum()),
+    }
+    if cfg.kl_coef:
+        # Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
+        kl = kl_penalty(logp, torch.where(mask, batch["logp_ref"], zero))
+        total = total + cfg.kl_coef * kl.sum() / denom["kl"]
+        metrics["policy/kl"] = (kl.sum(), mask.sum())
+    if cfg.entropy_coef:
+        total = total - cfg.entropy_coef * entropy.sum() / denom["kl"]
+    for low, high in ((1, 15), (16, 63), (64, 255), (256, 10**6)):  # does clipping depend on the action's length?
+        inside = real & (length >= low) & (length <= high)
+        metrics[f"policy/clip_frac/len_{low}-{high}"] = ((clipped & inside).sum(), inside.sum())
+    return total, metrics
+
+
+def _policy_terms(z, mask, adv, mu, cfg):
+    """The terms of the surrogate, per action (N,), or per token (N, L) for ratio=token: the loss, the ratio, where the
+    clip acts, which terms are real, and the length of the action."""
+    length = mask.sum(1)
+    if cfg.ratio == "token":
+        adv = torch.where(mask, adv.expand_as(z), 0.0)
+        w = _exp(z.detach())
+        clipped = w.clamp(1 - cfg.token_eps, 1 + cfg.token_eps) * adv < w * adv
+        return token_loss(z, adv, eps=cfg.token_eps, c=cfg.dual_clip), w, clipped, mask, length[:, None].expand_as(mask)
+    if cfg.credit == "token":
+        # Paper silent: under credit=token an action ratio takes the mean of its tokens' advantages.
+        adv = torch.where(mask, adv, 0.0).sum(1, keepdim=True) / length.clamp(min=1)[:, None]
+    kind = dict(mu=mu, alpha=cfg.alpha, kind=cfg.ratio)
+    per_action, clipped = policy_loss(z, mask, adv[:, 0], eps=cfg.eps, **kind)
+    return per_action, action_ratio(z.detach(), mask, **kind), clipped, mask.any(1), length
+
+
+def _value_part(out, batch, cfg, pre, denom):
+    """Clipped value loss over states, or over tokens where the critic is read at each."""
+    real = batch["mask"] if cfg.value_at == "tokens" else batch["mask"].any(1, keepdim=True)
+    v, v_old, ret = (torch.where(real, x.expand(real.shape), 0.0) for x in (out["value"], batch["value_old"], batch["ret"]))
+    per_row = value_loss(v, v_old, ret, clip=cfg.value_clip)
+    return per_row.sum() / denom["value"], {"critic/loss": (per_row.sum(), real.sum())}
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers

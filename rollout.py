@@ -117,14 +117,15 @@ class TransformersEngine:
     end; only attention tells them apart. So a reply does not depend on its company, but for the last bits of a matrix product.
     """
 
-    def __init__(self, path, *, dtype="float32", max_model_len, device="cpu", max_batch=64, tokens_per_poll=2048):
+    def __init__(self, path, *, dtype="float32", max_model_len, device="cpu", max_batch=64, tokens_per_poll=2048, cache_tokens=2**18):
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register("ragged", _ragged_attention)
         dtype = getattr(torch, str(dtype).removeprefix("torch."))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="ragged")
         self.model = model.to(device).eval().requires_grad_(False)
-        self.device, self.max_batch, self.tokens_per_poll = torch.device(device), max_batch, tokens_per_poll
+        self.device, self.tokens_per_poll = torch.device(device), tokens_per_poll
+        self.max_batch = max(1, min(max_batch, cache_tokens // max_model_len))  # the cache is as many rows of the longest
         config = model.config
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and config.sliding_window < max_model_len:
             raise UserError(f"The transformers engine has no sliding window: keep the context within {config.sliding_window} tokens.")

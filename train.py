@@ -143,7 +143,10 @@ def parse(argv=None):
         chosen.preset = "paper" if gpu else "mini"
 
     algo = importlib.import_module(chosen.algo)
-    preset = algo.PRESETS[chosen.preset].get(chosen.env, algo.PRESETS[chosen.preset]["alfworld"])
+    known = algo.PRESETS[chosen.preset]
+    preset = known.get(chosen.env, known["alfworld"])
+    if chosen.env not in known and not saved:
+        chosen.why += "; the settings of alfworld, as there are none for this environment"
     parser = argparse.ArgumentParser(parents=[first], description=__doc__.split("\n")[0], allow_abbrev=False)
     for cls in (Settings, algo.Config):
         group = parser.add_argument_group(f"{cls.__module__}.{cls.__name__}".replace("__main__", "train"))
@@ -157,7 +160,10 @@ def parse(argv=None):
             group.add_argument(f"--{name}", default=default, help=f"{text.replace('%', '%%')} (default {default})", **kind)
     args = vars(parser.parse_args(argv))
     settings = Settings(**{name: args[name] for name in fields_with_help(Settings)})
-    cfg = algo.Config(**{name: args[name] for name in fields_with_help(algo.Config)})
+    try:
+        cfg = algo.Config(**{name: args[name] for name in fields_with_help(algo.Config)})
+    except ValueError as e:
+        raise UserError(f"--{e}") from None
     if saved:
         for now, then in ((settings, saved["settings"]), (cfg, saved["config"])):
             for name, value in dataclasses.asdict(now).items():
@@ -208,7 +214,7 @@ def last_values(trajectories, s: Settings, models, cfg, ranks) -> dict:
 
 def as_batch(rows, trajectories, columns) -> dict:
     """The global batch that `advantages` reads: one entry per row, ragged token columns padded to (N, L)."""
-    of = {t.traj: t for t in trajectories}
+    trajectory = {t.traj: t for t in trajectories}
     width = max(len(r.response_ids) for r in rows)
 
     def pad(column):
@@ -224,8 +230,8 @@ def as_batch(rows, trajectories, columns) -> dict:
         "reward": [r.reward for r in rows],
         "invalid": [r.invalid for r in rows],
         "obs": [r.observation for r in rows],
-        "outcome": [of[r.traj].outcome for r in rows],
-        "truncated": [of[r.traj].truncated for r in rows],
+        "outcome": [trajectory[r.traj].outcome for r in rows],
+        "truncated": [trajectory[r.traj].truncated for r in rows],
         "info": [r.info for r in rows],
         "mask": torch.arange(width) < torch.tensor([len(r.response_ids) for r in rows])[:, None],
         **{name: pad(column) for name, column in columns.items()},
@@ -237,53 +243,46 @@ def per_row(credit: dict, rows) -> dict:
     return {name: [x[n, : len(r.response_ids)].numpy() for n, r in enumerate(rows)] for name, x in credit.items()}
 
 
-def mini_batch_sums(algo, cfg, policy, micro, outs, *, unchanged: bool, ranks):
-    """The mini-batch's `pre_update` and `denominators`, summed over micro-batches and ranks."""
-    pre, counts = [], []
-    for k, batch in enumerate(micro):
-        logp = batch["logp_old"]  # at unchanged weights z is 0; later it takes the forward pass at hand, or one of its own
-        if not unchanged and algo.pre_update(logp, batch, cfg).numel():
-            with torch.no_grad():
-                logp = (outs[k] if outs else policy_out(policy, batch))["logp"].detach()
-        pre.append(algo.pre_update(logp, batch, cfg))
-        counts.append(algo.denominators(batch, cfg))
+def mini_batch_sums(algo, cfg, micro, logps, ranks):
+    """The mini-batch's `pre_update` (empty without logps: for a critic) and `denominators`, summed over micro-batches and ranks."""
+    counts = [algo.denominators(batch, cfg) for batch in micro]
+    pre = [algo.pre_update(logp, batch, cfg) for logp, batch in zip(logps, micro, strict=bool(logps))]
     names = sorted(counts[0])
-    sums = ranks.sum(torch.cat([torch.stack([sum(c[name] for c in counts) for name in names]).double(), sum(pre)]))
+    sums = ranks.sum(torch.cat([torch.stack([sum(c[name] for c in counts) for name in names]).double(), *([sum(pre)] if pre else [])]))
     return sums[len(names) :], {name: sums[i].clamp(min=1).float() for i, name in enumerate(names)}
 
 
-def update(plans, rows, columns, algo, cfg, models, optimizers, grad_clip: float, ranks: Ranks) -> dict:
-    """All passes and mini-batches of an iteration, for the models that have an optimizer here.
+def update(part: str, plans, rows, columns, model, optimizer, algo, cfg, grad_clip: float, ranks: Ranks) -> dict:
+    """All passes and mini-batches of an iteration for one model: part is "policy" or "critic".
 
     Returns {metric: value}, reduced over micro-batches and ranks.
     """
-    measured, steps, unchanged = [], {}, True
-    for plan in plans:
-        for minibatch in plan:
-            micro = [collate(rows, picks, columns, ranks.device) for picks in minibatch[ranks.rank]]
-            outs = [policy_out(models["policy"], micro[0])] if "policy" in optimizers and len(micro) == 1 else []
-            pre, denom = mini_batch_sums(algo, cfg, models["policy"], micro, outs, unchanged=unchanged, ranks=ranks)
-            for part in optimizers:
-                for batch in micro:
-                    if part == "policy":
-                        out = outs.pop() if outs else policy_out(models["policy"], batch)
-                    else:
-                        out = critic_out(models["critic"], batch, cfg.value_at)
-                    loss, metrics = algo.loss(out, batch, cfg, pre=pre, denom=denom)
-                    (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the denominators are global already
-                    measured.append(metrics)
-                norm = nn.utils.clip_grad_norm_(models[part].parameters(), grad_clip).full_tensor().item()
-                if np.isfinite(norm):
-                    optimizers[part].step()
-                optimizers[part].zero_grad()
-                steps.setdefault(part, []).append(norm)
-            unchanged = "policy" not in optimizers
+
+    def forward(batch):
+        return policy_out(model, batch) if part == "policy" else critic_out(model, batch, cfg.value_at)
+
+    measured, norms = [], []
+    for minibatch in (m for plan in plans for m in plan):
+        micro = [collate(rows, picks, columns, ranks.device) for picks in minibatch[ranks.rank]]
+        outs = [forward(micro[0])] if len(micro) == 1 else []
+        logps = [batch["logp_old"] for batch in micro] if part == "policy" else []
+        if logps and norms and algo.pre_update(logps[0], micro[0], cfg).numel():
+            # Before the first step z is 0; from then on `pre_update` needs the log-probs of now: those at hand, or a pass of its own.
+            with torch.no_grad():
+                logps = [out["logp"].detach() for out in outs or map(forward, micro)]
+        pre, denom = mini_batch_sums(algo, cfg, micro, logps, ranks)
+        for batch in micro:
+            out = outs.pop() if outs else forward(batch)
+            loss, metrics = algo.loss(out, batch, cfg, pre=pre, denom=denom)
+            (loss * ranks.world).backward()  # FSDP averages gradients over ranks; the denominators are global already
+            measured.append(metrics)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), grad_clip).full_tensor().item())
+        if np.isfinite(norms[-1]):
+            optimizer.step()
+        optimizer.zero_grad()
     metrics = reduce_metrics(ranks.gather([{k: (float(a), None if b is None else float(b)) for k, (a, b) in m.items()} for m in measured]))
-    for part, norms in steps.items():
-        finite = [x for x in norms if np.isfinite(x)]
-        metrics[f"{part}/grad_norm"] = float(np.mean(finite)) if finite else 0.0
-        metrics[f"{part}/steps_skipped"] = len(norms) - len(finite)
-    return metrics
+    finite = [x for x in norms if np.isfinite(x)]
+    return metrics | {f"{part}/grad_norm": float(np.mean(finite)) if finite else 0.0, f"{part}/steps_skipped": len(norms) - len(finite)}
 
 
 def reduce_metrics(parts) -> dict:
@@ -422,9 +421,12 @@ def check(s: Settings, algo, context: int, world: int):
     for name, bound in least.items():
         if not getattr(s, name) >= bound:
             raise UserError(f"--{name} {getattr(s, name)}: give at least {bound}.")
-    for name in ("temperature", "top_p", "grad_clip", "deadline"):
+    for name in ("temperature", "top_p", "grad_clip", "deadline", "gpu_memory"):
         if not getattr(s, name) > 0:
             raise UserError(f"--{name} {getattr(s, name)}: give a number above 0.")
+    for name in ("top_p", "gpu_memory"):
+        if getattr(s, name) > 1:
+            raise UserError(f"--{name} {getattr(s, name)}: give at most 1.")
     if s.prompt_tokens >= context:
         raise UserError(f"--prompt_tokens {s.prompt_tokens} fills the model's context of {context}; give at most {context - 1}.")
     if "groups" in algo.NEEDS and s.rollouts < 2:
@@ -541,8 +543,9 @@ class Run:
         return {f"eval/{name}": x for name, x in result.items()} | {"seconds/eval": time.perf_counter() - began}
 
     def update(self, part: str, plans, rows, columns) -> dict:
-        optimizers = {part: self.optimizers[part]}
-        return update(plans, rows, columns, self.algo, self.cfg, self.models, optimizers, self.s.grad_clip, self.ranks)
+        """All mini-batches of one model."""
+        model, optimizer = self.models[part], self.optimizers[part]
+        return update(part, plans, rows, columns, model, optimizer, self.algo, self.cfg, self.s.grad_clip, self.ranks)
 
     def sync(self):
         """The policy's weights to the engine."""

@@ -86,9 +86,13 @@ MUTANTS = {
         ("local denominator: KL", 'kl.sum() / denom["kl"]', "kl.sum() / mask.sum().clamp(min=1)"),
         ("local denominator: value", 'per_row.sum() / denom["value"]', "per_row.sum() / real.sum().clamp(min=1)"),
         ("KL rewarded", "total + cfg.kl_coef * kl.sum()", "total - cfg.kl_coef * kl.sum()"),
-        ("KL over masked cells", "torch.where(mask, kl_penalty(logp, torch.where(mask, batch[\"logp_ref\"], zero)), zero)",
-         "kl_penalty(out['logp'], batch['logp_ref'])"),
-        ("values of rows without tokens", "else mask.any(1, keepdim=True)", "else torch.ones_like(mask[:, :1])"),
+        ("KL over masked cells", 'torch.where(mask, batch["logp_ref"], zero)', 'batch["logp_ref"]'),
+        ("log-probs of masked cells", "(torch.where(mask, x, zero) for x in", "(x for x in"),
+        ("token advantages of masked cells", "adv = torch.where(mask, adv.expand_as(z), 0.0)", "adv = adv.expand_as(z)"),
+        ("mean of token advantages over padding", "torch.where(mask, adv, 0.0).sum(1, keepdim=True)", "adv.sum(1, keepdim=True)"),
+        ("values of masked cells", "torch.where(real, x.expand(real.shape), 0.0)", "x.expand(real.shape)"),
+        ("entropy punished", "total - cfg.entropy_coef", "total + cfg.entropy_coef"),
+        ("values of rows without tokens", 'else batch["mask"].any(1, keepdim=True)', 'else torch.ones_like(batch["mask"][:, :1])'),
     ],
 }  # fmt: skip
 

@@ -57,9 +57,10 @@ def gradients(case, ranks, *, budget):
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in case["rows"]]
     plans = [plan_pass(lengths, size=case["size"], world=ranks.world, budget=budget, seed=(5, p)) for p in range(2)]
     cfg = capo_action.Config(**case["config"])
-    metrics = train.update(
-        plans, case["rows"], case["columns"], capo_action, cfg, models, recorders, float("inf"), ranks
-    )
+    metrics = {}
+    for part, module in models.items():
+        options = capo_action, cfg, float("inf"), ranks
+        metrics |= train.update(part, plans, case["rows"], case["columns"], module, recorders[part], *options)
     return {part: recorder.steps for part, recorder in recorders.items()}, metrics
 
 

@@ -204,6 +204,13 @@ def test_an_engine_recovers_from_broken_weights(engine, model):
     assert mismatch(model, play(engine), 0.7) < 1e-5
 
 
+def test_fewer_rows_run_at_once_where_the_context_is_long(tmp_path):
+    """Otherwise 64 rows of 12,000 tokens of a 4B model would need more than a GPU's memory."""
+    make_model(tmp_path)
+    sizes = [R.TransformersEngine(str(tmp_path), max_model_len=n, cache_tokens=4096).max_batch for n in (16, 100, 4096, 5000)]
+    assert sizes == [64, 40, 1, 1]
+
+
 def test_sleep_and_wake(engine, model):
     before = play(engine)
     engine.sleep()

@@ -470,7 +470,9 @@ def real_update(agent, ranks, *, lr, temperature=0.6, n=24, size=8, budget=10**9
         columns["adv"][poison][:] = np.nan
         columns["ret"][poison][:] = np.nan
     before = {part: {k: full(p) for k, p in models[part].named_parameters()} for part in optimizers}
-    metrics = train.update(plans, rows, columns, capo_action, cfg, models, optimizers, 1.0, ranks)
+    metrics = {}
+    for part, optimizer in optimizers.items():
+        metrics |= train.update(part, plans, rows, columns, models[part], optimizer, capo_action, cfg, 1.0, ranks)
     return SimpleNamespace(
         models=models, before=before, metrics=metrics, plans=plans, columns=columns, rows=rows, cfg=cfg, optimizers=optimizers
     )
@@ -517,8 +519,8 @@ def test_the_critic_alone_trains_while_it_warms_up(agent, ranks):
     run = real_update(agent, ranks, lr=1e-2)
     weights = {k: full(p) for k, p in run.models["policy"].named_parameters()}
     critic = {k: full(p) for k, p in run.models["critic"].named_parameters()}
-    optimizers = {"critic": run.optimizers["critic"]}
-    metrics = train.update(run.plans, run.rows, run.columns, capo_action, run.cfg, run.models, optimizers, 1.0, ranks)
+    model, optimizer = run.models["critic"], run.optimizers["critic"]
+    metrics = train.update("critic", run.plans, run.rows, run.columns, model, optimizer, capo_action, run.cfg, 1.0, ranks)
     assert all(full(p).equal(weights[k]) for k, p in run.models["policy"].named_parameters())
     assert any(not full(p).equal(critic[k]) for k, p in run.models["critic"].named_parameters())
     assert "policy/grad_norm" not in metrics and metrics["critic/grad_norm"] > 0
@@ -1068,6 +1070,8 @@ def test_what_check_refuses():
         (train.Settings(tasks=3, rollouts=2), capo_action, 10**6, 4, "3 tasks x 2 rollouts"),
         (train.Settings(prompt_tokens=11), capo_action, 11, 1, "--prompt_tokens 11"),
         (train.Settings(rollouts=1), groups, 10**6, 1, "--rollouts 1"),
+        (train.Settings(top_p=1.5), capo_action, 10**6, 1, "--top_p 1.5: give at most 1"),
+        (train.Settings(gpu_memory=40), capo_action, 10**6, 1, "--gpu_memory 40: give at most 1"),
     ):
         with pytest.raises(UserError) as error:
             train.check(s, algo, context, world)
@@ -1086,6 +1090,18 @@ def test_what_the_command_line_refuses(tmp_path, capsys):
         assert error.value.code == 2 and said in capsys.readouterr().err
     with pytest.raises(UserError, match="config.json.*folder of a run"):
         train.parse(["--resume", str(tmp_path)])
+    for name, value, bound in (
+        ("gamma", "1.01", "0 to 1"), ("lam", "-0.1", "0 to 1"), ("eps", "2.5", "0 to 1"), ("eps", "nan", "0 to 1"),
+        ("token_eps", "-1.0", "0 to 1"), ("kl_coef", "-0.001", "0 to inf"), ("dual_clip", "0.5", "1 to inf"), ("critic_warmup", "-1", "0 to inf"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"--{name} {value}: give a number from {bound}"):
+            train.parse([f"--{name}={value}"])
+
+
+def test_an_environment_without_settings_of_its_own_takes_those_of_alfworld_and_says_so():
+    *_, chosen = train.parse(["--preset", "mini", "--env", "example_env:GuessNumber"])
+    assert "alfworld" in chosen.why
+    assert train.parse(["--preset", "mini"])[3].why == "--preset"
 
 
 def test_every_setting_is_a_flag_and_presets_give_its_default():

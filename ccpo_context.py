@@ -194,6 +194,7 @@ def peer_weights(features, queries, bucket, *, traj, kernel: str = "exp", exclud
     Returns weights (q, m), 0 for what is no peer, and the bandwidth: from all pairs of the bucket, those within a
     trajectory included, so that it does not depend on the query.
     """
+    assert kernel in ("exp", "uniform", "cosine"), f"kernel {kernel!r}: exp, uniform or cosine"
     phi, rows = features[bucket], np.searchsorted(bucket, queries)
     distance = _distances(phi)
     pairs = distance[np.triu_indices(len(phi), 1)]
@@ -205,12 +206,10 @@ def peer_weights(features, queries, bucket, *, traj, kernel: str = "exp", exclud
         weights = np.exp(-distance / tau)
     elif kernel == "uniform":
         weights = np.ones_like(distance)
-    elif kernel == "cosine":
-        weights = np.maximum(phi[rows] @ phi.T, 0.0)
-        unlike = ~(weights * peer).any(1)  # no peer points the same way: the nearest counts alone
-        weights[unlike, np.where(peer, distance, np.inf)[unlike].argmin(1)] = 1.0
     else:
-        raise ValueError(f"kernel {kernel!r}: give exp, uniform or cosine.")
+        weights = np.maximum(phi[rows] @ phi.T, 0.0)
+        unlike = (weights * peer).sum(1) <= 1e-12  # no peer points the same way: the nearest counts alone
+        weights[unlike, np.where(peer, distance, np.inf)[unlike].argmin(1)] = 1.0
     return np.where(peer, weights, 0.0), tau
 
 
@@ -223,14 +222,11 @@ def readout(weights, values) -> np.ndarray:
 
 
 def rewards_to_go(*, rewards, traj, step, gamma: float) -> np.ndarray:
-    """Discounted environment rewards from each step on, (N,) in any order; copies of a step count once.  Eq. 1"""
-    keys, reward, to_go = list(zip(_list(traj), _list(step), strict=True)), {}, {}
-    for key, r in zip(keys, _numbers(rewards, 1), strict=True):
-        if reward.setdefault(key, r) != r:
-            raise ValueError(f"trajectory {key[0]}, step {key[1]}: copies of this step disagree on reward.")
-    for i, t in sorted(reward, reverse=True):
-        to_go[i, t] = reward[i, t] + gamma * to_go.get((i, t + 1), 0.0)
-    return np.array([to_go[key] for key in keys])
+    """Discounted environment rewards from each step on, (N,) rows in any order; copies of a step count once.  Eq. 1"""
+    keys, rewards, to_go = list(zip(_list(traj), _list(step), strict=True)), _numbers(rewards, 1), {}
+    for (i, t), r in sorted(dict(zip(keys, rewards, strict=True)).items(), reverse=True):
+        to_go[i, t] = r + gamma * to_go.get((i, t + 1), 0.0)
+    return np.array([r + gamma * to_go.get((i, t + 1), 0.0) for (i, t), r in zip(keys, rewards, strict=True)])
 
 
 def return_target(*, outcome, step, length, invalid, gamma: float, eta: float, env_return=None) -> np.ndarray:
@@ -492,6 +488,7 @@ def _unique_steps(*, task, traj, step, obs, **numbers) -> tuple[dict, np.ndarray
     columns = {name: np.array(_list(x)) for name, x in (("task", task), ("traj", traj), ("step", step))}
     columns["obs"] = np.array([codes.setdefault(o, len(codes)) for o in obs])
     columns |= {name: _numbers(x, 1 + (name == "hidden")) for name, x in numbers.items() if x is not None}
+    assert len({len(x) for x in columns.values()}) == 1, {name: len(x) for name, x in columns.items()}
     _, first, copies = np.unique(np.stack([columns["traj"], columns["step"]], 1), axis=0, return_index=True, return_inverse=True)
     unique, copies = {name: x[first] for name, x in columns.items()}, copies.reshape(-1)
 

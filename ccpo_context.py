@@ -551,15 +551,15 @@ def example() -> None:
         print(f"{place} | {values} | {c['historical']:6.3f} {c['future']:6.3f} | {c['a_cc']:6.3f}{'  fallback' if c['fallback'] else ''}")
     gain, nearer = split_change(credit["value"][3], credit["value"][5], gamma=0.5, h=2)
     print(f"""
-By hand, trajectory 1, step 1 (Eqs. 3 to 6): it was in the hall before, and so was trajectory 0 at steps 0 and 2.
+By hand, trajectory 1, step 1 (Eqs. 3 to 7): it was in the hall before, and so was trajectory 0 at steps 0 and 2.
   summaries c   0,0 and 1,0: 12 ones   0,2: 8 ones of the share 2/3 and the revisit   1,1: 6 ones of 1/2 and the revisit
   distances     |phi_u - phi_v|^2 = 2 - 2 (ones in common) / sqrt(ones of u x ones of v):
                 to 0,0  sqrt(2 - 12 / sqrt(84)) = 0.8310    to 0,2  sqrt(2 - 14 / sqrt(63)) = 0.4860
   bandwidth     the six pairs of the hall: 0, 0.4860, 0.6786, 0.6786, 0.8310, 0.8310;  tau = 0.15 x 0.6786 = 0.1018
   weights       exp(-0.8310 / 0.1018) = 0.00028    exp(-0.4860 / 0.1018) = 0.00844;  shares 0.033 and 0.967
   credit        B[Y] = 0.033 x 2.5 + 0.967 x 10 = 9.756;  C^H = 0 - 9.756;  V = half of it, as Z = Y / 2 here
-Eq. 7           trajectory 0, step 1:  t + 2 = T, so dV = R - V = 10
-Eq. 10          trajectory 1, step 0:  dV = {gain + nearer:.3f} = {gain:.3f} gain + {nearer:.3f} for two steps nearer the end""")
+  change        trajectory 0, step 1:  t + 2 = T, so dV = R - V = 10
+  its parts     trajectory 1, step 0:  dV = {gain + nearer:.3f} = {gain:.3f} gain + {nearer:.3f} for two steps nearer the end""")
 
 
 if __name__ == "__main__":

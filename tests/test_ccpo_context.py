@@ -410,6 +410,17 @@ def test_future_credit_by_hand():
     close(ccpo.future_credit(np.array([0.1 + 0.2, 0.3, 0.0, 0.3, 2e-6, 1.0]), task=task), [0, 0, -0.41421278, 0, 0.41421278, 0], 1e-6)
 
 
+def test_channels_by_hand():
+    """Sums 1, 3 and 8 of a task, the fourth row without support; the other task is tied."""
+    h, f = np.array([1.0, 2.0, 6.0, 50.0, 3.0, 4.0]), np.array([0.0, 1.0, 2.0, 50.0, 4.0, 3.0])
+    table = dict(historical=h, future=f, task=np.array([1, 1, 1, 1, 0, 0]), supported=np.array([True, True, True, False, True, True]))
+    a_h, a_f = ccpo.normalize_channels(**table)
+    spread = math.sqrt(13) + 1e-6
+    close(a_h, [-2 / spread, -1 / spread, 3 / spread, 0, 0, 0])
+    close(a_f, [-1 / spread, 0, 1 / spread, 0, 0, 0])
+    close(ccpo.normalize_channels(**table, normalize="none"), [h, f])
+
+
 @pytest.mark.parametrize("h", [1, 2, 7])
 @few
 @given(value=st.floats(-10, 10), later=st.floats(-10, 10), gamma=st.floats(0, 1))

@@ -144,7 +144,7 @@ def context_features(hidden, summary, *, summary_weight: float = 1.0) -> np.ndar
         h = h - h.mean(0)
     if n > 3:
         leading = np.linalg.eigh(h.T @ h)[1][:, -3:]  # (d, 3); of the covariance: much faster than an SVD of h
-        h = h - h @ leading @ leading.T
+        h -= h @ leading @ leading.T  # in place: h is a copy by now
     # Paper silent: a projected hidden state below 1e-9 of the largest hidden state is rounding and counts as 0.
     h = h * (_norms(h) > 1e-9 * largest)
     return _unit(np.concatenate([_unit(h), summary_weight * _unit(_numbers(summary, 2))], 1))

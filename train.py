@@ -60,7 +60,7 @@ from model import (
     tokenizer_and_context,
 )
 
-ALGORITHMS = ("capo_action",)  # modules with the same few names: Config, NEEDS, PRESETS, advantages, ..., loss
+ALGORITHMS = ("capo_action", "ccpo_context")  # modules with the same few names: Config, NEEDS, PRESETS, advantages, ..., loss
 
 # ---------------------------------------------------------------------------------------------------------- settings
 
@@ -233,6 +233,7 @@ def as_batch(rows, trajectories, columns) -> dict:
         "outcome": [trajectory[r.traj].outcome for r in rows],
         "truncated": [trajectory[r.traj].truncated for r in rows],
         "info": [r.info for r in rows],
+        "prompt_ids": [r.prompt_ids for r in rows],
         "mask": torch.arange(width) < torch.tensor([len(r.response_ids) for r in rows])[:, None],
         **{name: pad(column) for name, column in columns.items()},
     }

@@ -751,6 +751,7 @@ SMALL = [
     "--algo", "capo_action", "--preset", "mini", "--env", GAME, "--engine", "transformers", "--deterministic", "--iterations", "4",
     "--tasks", "4", "--rollouts", "1", "--max_steps", "4", "--eval_tasks", "4", "--eval_every", "2", "--minibatch", "8",
     "--save_every", "1", "--prompt_tokens", "900", "--response_tokens", "10", "--lr", "1e-3", "--temperature", "1.0",
+    "--critic_warmup", "0",
 ]  # fmt: skip
 
 

@@ -928,6 +928,20 @@ def test_resume_on_another_number_of_ranks(unbroken, agent, tmp_path):
 
 
 @pytest.mark.slow
+def test_contextual_credit_is_the_same_on_one_and_two_ranks(agent, tmp_path):
+    """Groups of two trajectories; the projection of the features and the peers are taken over the rows of all ranks."""
+    lines = []
+    for n in (1, 2):
+        flags = [*SMALL[:-2], "--algo", "ccpo_context", "--tasks", "4", "--rollouts", "2", "--iterations", "2"]
+        launch = torchrun(n) if n > 1 else [sys.executable]
+        finished([*launch, "train.py", *flags, "--model", agent, "--out", str(tmp_path / str(n))])
+        lines.append(metrics_of(tmp_path / str(n)))
+    compare_runs(lines[1], lines[0], rel=1e-3)
+    assert lines[0][1]["credit/history"] > 0 and lines[0][1]["policy/grad_norm"] > 0
+    assert not any(name.startswith("critic/") for name in lines[0][1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("phase", ["rollouts 3", "evaluation 2", "evaluation 0"])
 def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(agent, tmp_path, sig, phase):

@@ -163,7 +163,7 @@ def make_tokenizer(steps, vocabulary=1024):
 # ---------------------------------------------------------------- behaviour cloning
 
 
-def make_model(tokenizer, layers=2, hidden=128, intermediate=384, heads=4):
+def make_model(tokenizer, layers=3, hidden=128, intermediate=384, heads=4):
     """A Qwen2-shaped model with random weights."""
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
@@ -221,7 +221,7 @@ def clone(model, examples, *, updates, seed=0, size=16, lr=3e-3, prompt_weight=1
     model.eval()
 
 
-def make(out, *, data=None, games=1500, updates=1000, seed=0, progress=True):
+def make(out, *, data=None, games=1500, updates=1600, seed=0, progress=True):
     """All three parts; writes the agent (weights in bfloat16) to the folder `out` and returns {part: seconds}."""
     seconds, began = {}, time.monotonic()
 
@@ -257,9 +257,10 @@ def main():
     parser.add_argument("--out", default=str(Path(__file__).parent / "agent"), help="folder to write to (default: %(default)s)")
     parser.add_argument("--data", help="folder of games (default: data/alfworld_mini, made where it is missing)")
     parser.add_argument("--games", type=int, default=1500, help="train games to demonstrate (default: %(default)s)")
-    parser.add_argument("--updates", type=int, default=1000, help="updates of cloning; few leave a weak agent (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=1600, help="updates of cloning; few leave a weak agent (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the batches (default: %(default)s)")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the same sums in the same order, and so the same weights, on a machine with any number of cores
     try:
         seconds = make(args.out, data=args.data, games=args.games, updates=args.updates, seed=args.seed)
     except envs.UserError as error:

@@ -650,7 +650,7 @@ def minibatch(n, seed=0, per_token_adv=False, values_per_token=False):
     columns = {k: pad([r[k] for r in rows], width=8)[0] for k in ("logp", "logp_old", "logp_ref", "entropy")}
     mask = pad([r["logp"] for r in rows], width=8)[1]
     if per_token_adv:
-        columns["adv"] = torch.where(mask, pad([r["adv"] for r in rows], width=8)[0], 0.0)
+        columns["adv"] = pad([r["adv"] for r in rows], width=8)[0]
     else:
         columns["adv"] = t64([r["adv"] for r in rows])[:, None]
     width = 8 if values_per_token else 1

@@ -64,7 +64,8 @@ class Config:
     critic_warmup: int = 0  # first iterations that train the critic alone [authors]
 
     def __post_init__(self):
-        at_most_1, any_size = ("gamma", "lam", "eps", "token_eps"), ("alpha", "value_clip", "kl_coef", "entropy_coef", "critic_warmup")
+        at_most_1 = ("gamma", "lam")
+        any_size = ("alpha", "eps", "token_eps", "value_clip", "kl_coef", "entropy_coef", "critic_warmup")
         for names, low, high in ((at_most_1, 0, 1), (any_size, 0, float("inf")), (("dual_clip",), 1, float("inf"))):
             for name in names:
                 if not low <= getattr(self, name) <= high:

@@ -73,8 +73,8 @@ class Config:
     entropy_coef: float = 0.001  # weight of the entropy bonus [authors]
 
     def __post_init__(self):
-        at_most_1, at_least_1 = ("gamma", "alpha_ep", "eps"), ("k_future", "dual_clip")
-        any_size = ("eta", "summary_weight", "history_weight", "future_weight", "kl_coef", "entropy_coef")
+        at_most_1, at_least_1 = ("gamma", "alpha_ep"), ("k_future", "dual_clip")
+        any_size = ("eta", "eps", "summary_weight", "history_weight", "future_weight", "kl_coef", "entropy_coef")
         for names, low, high in ((at_most_1, 0, 1), (at_least_1, 1, float("inf")), (any_size, 0, float("inf"))):
             for name in names:
                 if not low <= getattr(self, name) <= high:

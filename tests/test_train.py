@@ -1106,8 +1106,8 @@ def test_what_the_command_line_refuses(tmp_path, capsys):
     with pytest.raises(UserError, match="config.json.*folder of a run"):
         train.parse(["--resume", str(tmp_path)])
     for name, value, bound in (
-        ("gamma", "1.01", "0 to 1"), ("lam", "-0.1", "0 to 1"), ("eps", "2.5", "0 to 1"), ("eps", "nan", "0 to 1"),
-        ("token_eps", "-1.0", "0 to 1"),
+        ("gamma", "1.01", "0 to 1"), ("lam", "-0.1", "0 to 1"), ("eps", "-0.1", "0 to inf"), ("eps", "nan", "0 to inf"),
+        ("token_eps", "-1.0", "0 to inf"),
         ("kl_coef", "-0.001", "0 to inf"), ("dual_clip", "0.5", "1 to inf"), ("critic_warmup", "-1", "0 to inf"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"--{name} {value}: give a number from {bound}"):

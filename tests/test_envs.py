@@ -526,8 +526,10 @@ def test_killed_worker_fails_its_own_trajectories_and_is_replaced(pool):
 
 def test_idle_slot_of_a_killed_worker_just_starts(pool):
     pid = ask(pool, s0=task())[0].info["pid"]
+    worker = next(w for w in pool.workers if w.process.pid == pid)
     os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: not exists(pid))
+    # Not `exists`: the process is a zombie as soon as its main thread has ended, and can be waited for when all its threads have.
+    assert wait_until(lambda: worker.process.poll() is not None)
     assert ask(pool, s2=task("t2"))[2].info["log"] == ["t2", 0]
     assert pool.poll(0.0) == []
 

@@ -182,7 +182,6 @@ def find_run(agent: str) -> tuple[str, dict | None, Path | None]:
 
 def main(argv=None):
     import torch
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from transformers import AutoModelForCausalLM
 
@@ -250,10 +249,7 @@ def main(argv=None):
             history_length=s.history_length, eos_ids=end_tokens(path, tokenizer), deterministic=s.deterministic,
         )  # fmt: skip
         pool.close()
-        ranks.barrier()
-        engine.close()  # vLLM's takes the process group with it
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        ranks.close(engine)
     if rank == 0:
         text, result = table(rows, trajectories)
         print(f"{args.agent}: {env_name} {s.eval_split}, {len(tasks)} tasks x {args.repeats}, T = {s.eval_temperature}, seed {s.eval_seed}")

@@ -71,6 +71,13 @@ class Ranks:
     def barrier(self):
         dist.barrier(group=self.objects)
 
+    def close(self, engine):
+        """The end of all processes together; vLLM's engine takes the process group with it."""
+        self.barrier()
+        engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def say(self, *words):
         if self.rank == 0:
             tqdm.write(" ".join(map(str, words)), file=sys.stdout)

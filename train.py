@@ -33,7 +33,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
@@ -568,10 +567,7 @@ class Run:
         else:
             ranks.say(f"stopped after iteration {number}. Next: torchrun --nproc_per_node={ranks.world} train.py --resume {out}")
         self.pool.close()
-        ranks.barrier()
-        self.engine.close()  # vLLM's takes the process group with it
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        ranks.close(self.engine)
 
 
 def main(argv=None):

@@ -166,8 +166,8 @@ def make_tokenizer(steps, vocabulary=1024):
 def make_model(tokenizer, layers=3, hidden=128, intermediate=384, heads=4):
     """A Qwen2-shaped model with random weights.
 
-    Not less than three layers: with two it never learns whether the thing it looks for is in view, however long it is cloned. After
-    2,500 updates every fifth step still tried to take what was not there, and reinforcement learning changed little of that.
+    Three layers rather than two: with two, every fifth step still tried to take what was not in view after 2,500 updates of cloning,
+    and reinforcement learning changed little of that.
     """
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,

@@ -810,7 +810,7 @@ def test_presets_are_the_papers():
 
 @pytest.mark.parametrize(
     "name,bad,good",
-    [("gamma", 1.1, 1.0), ("alpha_ep", -0.1, 1.0), ("eps", 2.0, 0.0), ("k_future", 0, 1), ("dual_clip", 0.9, 1.0), ("eta", -1.0, 0.0),
+    [("gamma", 1.1, 1.0), ("alpha_ep", -0.1, 1.0), ("eps", -0.1, 2.0), ("k_future", 0, 1), ("dual_clip", 0.9, 1.0), ("eta", -1.0, 0.0),
      ("summary_weight", -1.0, 0.0), ("history_weight", -0.5, 0.0), ("future_weight", NAN, 0.0), ("kl_coef", -0.1, 0.0),
      ("entropy_coef", -0.1, 0.0)],
 )  # fmt: skip

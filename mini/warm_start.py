@@ -50,25 +50,26 @@ CONTEXT = 1024  # tokens
 # ---------------------------------------------------------------- demonstrations
 
 
-def think(subgoal, previous, game, feedback):
+def think(subgoal, previous, game, feedback, command):
     """What the expert says before it acts: nothing while it carries on opening and closing, a few words on the way, a sentence when
     something new begins. subgoal, previous: (verb, thing) of this step and the last; game: traj_data's pddl_params, lower case."""
     verb, thing = subgoal
-    held = game["object_target"]
+    held, goal, lamp = game["object_target"], game["parent_target"], game["toggle_target"]
     what = {
         ("find", held): f"find a {held}",
-        ("take", held): f"take the {held}",
-        ("find", game["parent_target"]): f"bring the {held} to the {game['parent_target']}",
-        ("put", game["parent_target"]): f"put the {held} on the {game['parent_target']}",
-        ("find", game["toggle_target"]): f"find the {game['toggle_target']}",
-        ("use", game["toggle_target"]): f"look at the {held} under the {game['toggle_target']}",
+        ("take", held): f"find a {held}",
+        ("find", goal): f"bring the {held} to the {goal}",
+        ("put", goal): f"put the {held} on the {goal}",
+        ("find", lamp): f"find the {lamp}",
+        ("use", lamp): f"look at the {held} under the {lamp}",
     }.get(subgoal, f"{verb} the {thing}" if verb != "goto" else f"go to the {thing}")
+    if verb == "take":
+        return f"{what}: i see {' '.join(command.split()[1:3])}" if command.startswith("take") else what
     if previous is None:
         return f"first {what}"
     if subgoal != previous:
-        seen = re.search(rf"\b{held} \d+", feedback)
-        return f"i see {seen[0]}. {what}" if verb == "take" and seen else f"done. now {what}"
-    return "" if "open" in feedback or "closed" in feedback else what
+        return f"done. now {what}"
+    return "" if feedback.endswith("closed.") else what
 
 
 def demonstrate(tasks, progress=True):
@@ -82,7 +83,7 @@ def demonstrate(tasks, progress=True):
             command = expert.act(state.observation, state.admissible)
             if command != "look" and (not history or history[-1][1] != "look"):  # looking about and a random try: it is stuck
                 messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
-                thought = think(expert.subgoal, previous, game, state.observation)
+                thought = think(expert.subgoal, previous, game, state.observation, command)
                 steps.append((messages, f"<think>{thought}</think><action>{command}</action>"))
             history.append((state.observation, command))
             previous = expert.subgoal

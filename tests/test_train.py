@@ -1114,6 +1114,15 @@ def test_what_the_command_line_refuses(tmp_path, capsys):
             train.parse([f"--{name}={value}"])
 
 
+def test_the_policys_learning_rate_rises_after_the_critics_iterations_and_falls_to_its_last_share():
+    cfg = capo_action.Config(critic_warmup=1)
+    s = train.Settings(lr=1.0, lr_warmup=3, iterations=11, lr_last=0.5)
+    rates = [train.learning_rate(s, cfg, number) for number in range(2, 12)]
+    assert rates == pytest.approx([0.95 / 4, 0.9 / 2, 0.85 * 3 / 4, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5])
+    constant, without_critic = train.Settings(lr=0.3, iterations=50), SimpleNamespace()
+    assert [train.learning_rate(constant, without_critic, number) for number in (1, 2, 50)] == [0.3] * 3
+
+
 def test_an_environment_without_settings_of_its_own_takes_those_of_alfworld_and_says_so():
     *_, chosen = train.parse(["--preset", "mini", "--env", "example_env:GuessNumber"])
     assert "alfworld" in chosen.why

@@ -424,8 +424,8 @@ def tasks_of(tasks, s: Settings, iteration: int) -> list:
 
 def check(s: Settings, algo, context: int, world: int):
     """What can be refused before the first rollout."""
-    least = dict.fromkeys(("seed", "max_steps", "critic_minibatch", "history_length", "slots", "lr", "lr_warmup", "lr_last", "critic_lr"), 0)
-    least |= dict.fromkeys(("eval_tasks", "eval_temperature", "eval_seed"), 0)
+    least = dict.fromkeys(("seed", "max_steps", "critic_minibatch", "history_length", "slots"), 0)
+    least |= dict.fromkeys(("lr", "lr_warmup", "lr_last", "critic_lr", "eval_tasks", "eval_temperature", "eval_seed"), 0)
     least |= dict.fromkeys(("iterations", "tasks", "rollouts", "minibatch", "passes", "prompt_tokens", "response_tokens"), 1)
     least |= dict.fromkeys(("eval_every", "save_every", "logit_chunk", "micro_tokens", "workers"), 1)
     for name, bound in least.items():

@@ -36,7 +36,7 @@ def step_tags_ok(tagged, n):
     """True if the tagged steps shown to the judge hold exactly <step_1>..</step_1> .. <step_n>..</step_n>, in order, no forged tag."""
     want = []
     for k in range(1, n + 1):
-        want += ["<step_%d>" % k, "</step_%d>" % k]
+        want += [f"<step_{k}>", f"</step_{k}>"]
     return re.findall(r"<\s*/?\s*step_\d+\s*>", tagged, re.IGNORECASE) == want and not OPEN_OR_CLOSE.search(tagged)
 
 
@@ -207,12 +207,6 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
-def token_logp(logits, token, temperature):
-    """log-softmax of logits / temperature at the sampled token"""
-    scaled = [x / temperature for x in logits]
-    top = max(scaled)
-    return scaled[token] - top - math.log(math.fsum(math.exp(x - top) for x in scaled))
-
 
 def policy_term(logp, logp_old, A, eps=0.2):
     """One token -> (loss term, its derivative by logp, is the clip acting?). Plain PPO clip, no dual clip."""
@@ -247,9 +241,3 @@ def loss(logp, logp_old, logp_ref, A, denominator=None, eps=0.2, kl_coef=0.01):
             grad[i].append((dp + kl_coef * dk) / n)
     policy, kl = math.fsum(policy), math.fsum(kl)
     return dict(policy=policy, kl=kl, total=policy + kl_coef * kl, grad=grad)
-
-
-def mini_batch_sizes(rows, size):
-    """N rows in ceil(N/size) mini-batches whose sizes differ by at most 1 -> sizes, largest first (their order is left open)."""
-    count = -(-rows // size)
-    return sorted((rows // count + (1 if b < rows % count else 0) for b in range(count)), reverse=True)

@@ -142,7 +142,7 @@ def token_offsets(ids, decode) -> list[tuple[int, int]]:
         # Only the last few tokens are decoded again; those before ids[whole] because some decoders treat a text's first one apart.
         near, start = max(whole - 8, 0), ends[whole]
         new = decode(ids[near:k])[len(decode(ids[near:whole])) :]
-        ends.append(start + len(commonprefix([new, text[start:]])))
+        ends.append(start + len(commonprefix([new, text[start : start + len(new)]])))
         whole = k if ends[k] == start + len(new) else whole
     return list(pairwise(ends))
 
@@ -196,8 +196,8 @@ def parse_critique(text: str | None, n_steps: int) -> set[int] | None:
         return None
     listed = re.sub(r"step\s+(?=[+-]?\d)", "step_", closed[-1].strip().removesuffix(".").lower())
     items = [item for item in re.split(r"[,\s]+", listed) if item]
-    if items in ([], ["none"], ["n/a"], ["[]"]):
-        return set()
+    if items in (["none"], ["n/a"], ["[]"]):
+        items = []
     numbers = [re.fullmatch(r"(?:step_)?([+-]?[0-9]+)", item) for item in items]
     if not all(numbers):
         return None
@@ -270,7 +270,7 @@ def group_advantages(rewards, group) -> list[list[float]]:
     for rows in rows_of.values():
         x = np.concatenate([np.asarray(rewards[n], dtype=np.float64) for n in rows])
         # Paper silent: the deviation is that of a sample; a group of equal rewards, up to float residue, gives exactly 0.
-        tied = len(x) < 2 or x.max() - x.min() <= 1e-12 * max(1.0, np.abs(x).max())
+        tied = not len(x) or x.max() - x.min() <= 1e-12 * max(1.0, np.abs(x).max())
         adv = iter((0.0 * x if tied else (x - x.mean()) / (x.std(ddof=1) + 1e-6)).tolist())
         for n in rows:
             result[n] = [next(adv) for _ in rewards[n]]

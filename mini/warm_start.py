@@ -72,22 +72,30 @@ def think(subgoal, previous, game, feedback, command):
     return "" if feedback.endswith("closed.") else what
 
 
-def demonstrate(tasks, progress=True):
-    """Plays the tasks with the expert; [(messages, reply)] of all steps, in order. Raises ValueError where the expert does not win."""
-    env, steps = envs.ALFWorld(), []
+def demonstrate(tasks, *, hesitation=0.6, progress=True):
+    """Plays the tasks with the expert; [(messages, reply)] of all steps, in order. Raises ValueError where the expert does not win.
+
+    hesitation: share of the arrivals at which it examines the place again before it goes on. That tells nothing new and costs a step:
+    a habit which is easy to copy, and for reinforcement learning to give up.
+    """
+    env, rng, steps = envs.ALFWorld(), random.Random(0), []
     for task in tqdm(tasks, desc="demonstrations", unit="game", disable=not progress):
         state, history, previous = env.reset(task, 0), [], None
         game = alfworld_games.read_params(task.data["game"])
         expert = alfworld_games.Expert(task.data["game"], state.observation)
         while not state.done:
             command = expert.act(state.observation, state.admissible)
-            if command != "look" and (not history or history[-1][1] != "look"):  # looking about and a random try: it is stuck
-                messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
-                thought = think(expert.subgoal, previous, game, state.observation, command)
-                steps.append((messages, f"<think>{thought}</think><action>{command}</action>"))
-            history.append((state.observation, command))
+            stuck = "look" in (command, history[-1][1] if history else "")  # looking about and then a random try
+            thoughts = {command: think(expert.subgoal, previous, game, state.observation, command)}
+            if state.observation.startswith("You arrive at ") and rng.random() < hesitation:
+                thoughts = {history[-1][1].replace("go to", "examine"): "look closer", **thoughts}
+            for action, thought in thoughts.items():
+                if not stuck:
+                    messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
+                    steps.append((messages, f"<think>{thought}</think><action>{action}</action>"))
+                history.append((state.observation, action))
+                state = env.step(action)
             previous = expert.subgoal
-            state = env.step(command)
             if len(history) > 100:
                 raise ValueError(f"the expert did not win {task.id}")
     env.close()
@@ -236,7 +244,7 @@ def make(out, *, data=None, games=1500, updates=1600, seed=0, progress=True):
 
     tasks = envs.ALFWorld.tasks("train", data or alfworld_games.ensure())
     tasks = sorted(tasks, key=lambda task: task.id.rsplit("/", 1)[1])[:games]  # by number: equal shares of the families
-    steps = demonstrate(tasks, progress)
+    steps = demonstrate(tasks, progress=progress)
     done("demonstrations")
     tokenizer = make_tokenizer(steps)
     torch.manual_seed(seed)

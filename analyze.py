@@ -341,18 +341,17 @@ def write_csv(path: Path, lines):
 
 
 def figure(columns: int, height: float):
-    import matplotlib
+    """A figure with a row of plots, and these."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, columns, figsize=(4.6 * columns, height), dpi=120, layout="constrained", squeeze=False)
+    fig = Figure(figsize=(4.6 * columns, height), dpi=120, layout="constrained")
+    return fig, fig.subplots(1, columns, squeeze=False)[0]
 
 
 def draw_lines(path: Path, lines, panels: dict):
     """A panel for each {title: columns of the lines}, over iterations."""
     fig, axes = figure(len(panels), 3.4)
-    for ax, (title, names) in zip(axes[0], panels.items(), strict=True):
+    for ax, (title, names) in zip(axes, panels.items(), strict=True):
         for name in names:
             ax.plot([x["iteration"] for x in lines], [x[name] for x in lines], marker=".", label=name)
         ax.set(title=title, xlabel="iteration", ylim=(0, None))
@@ -366,7 +365,7 @@ def draw_lines(path: Path, lines, panels: dict):
 def draw_intervals(path: Path, panels: dict, mean: str):
     """A panel for each {title: lines with an action, a mean, low and high}."""
     fig, axes = figure(len(panels), 1.4 + 0.28 * max(map(len, panels.values())))
-    for ax, (title, lines) in zip(axes[0], panels.items(), strict=True):
+    for ax, (title, lines) in zip(axes, panels.items(), strict=True):
         for y, x in enumerate(reversed(lines)):
             ax.plot([x["low"], x["high"]], [y, y], color="0.4")
             ax.plot(x[mean], y, "o", color="C0" if x[mean] >= 0 else "C1")

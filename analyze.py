@@ -371,6 +371,7 @@ def draw_intervals(path: Path, panels: dict, mean: str):
             ax.plot(x[mean], y, "o", color="C0" if x[mean] >= 0 else "C1")
         ax.set_yticks(range(len(lines)), [x["action"] for x in reversed(lines)])
         ax.set_title(title)
+        ax.locator_params(axis="x", nbins=5)
         ax.axvline(0, color="0.6", lw=0.8)
         ax.grid(alpha=0.3, axis="x")
     fig.savefig(path)

@@ -37,6 +37,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+import analyze
 import envs
 import eval as evaluation
 import rollout
@@ -97,6 +98,7 @@ class Settings:
     eval_temperature: float = 0.4  # 0 is greedy
     eval_seed: int = 1000  # sampling seeds of evaluations, the same before and after training
     save_every: int = 10  # iterations between checkpoints; one more after the last
+    log_rows: bool = False  # write each iteration's rows with their credit to OUT/rows, for analyze.py
     engine: typing.Literal["auto", "vllm", "transformers"] = "auto"  # auto: vllm where it is installed
     gpu_memory: float = 0.4  # share of a GPU's memory for vLLM
     micro_tokens: int = 32768  # tokens per forward pass and rank
@@ -618,6 +620,9 @@ def main(argv=None):
                     batch["bootstrap"] = last_values(trajectories, s, models, cfg, ranks)
                 columns |= per_row(algo.advantages(batch, cfg), rows)
                 metrics |= describe_credit(columns)
+            if s.log_rows and ranks.rank == 0:
+                with clock("log_rows"):
+                    analyze.save_rows(run.out / "rows" / f"{number:06d}.npz", rows, trajectories, columns, run.tokenizer)
             with clock("update"):  # 4. mini-batch updates
                 if "critic" in models:
                     metrics |= run.update("critic", critic_plans, rows, columns)

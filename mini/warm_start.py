@@ -50,52 +50,43 @@ CONTEXT = 1024  # tokens
 # ---------------------------------------------------------------- demonstrations
 
 
-def think(subgoal, previous, game, feedback, command):
+def think(subgoal, previous, game, feedback):
     """What the expert says before it acts: nothing while it carries on opening and closing, a few words on the way, a sentence when
     something new begins. subgoal, previous: (verb, thing) of this step and the last; game: traj_data's pddl_params, lower case."""
     verb, thing = subgoal
-    held, goal, lamp = game["object_target"], game["parent_target"], game["toggle_target"]
+    held = game["object_target"]
     what = {
         ("find", held): f"find a {held}",
-        ("take", held): f"find a {held}",
-        ("find", goal): f"bring the {held} to the {goal}",
-        ("put", goal): f"put the {held} on the {goal}",
-        ("find", lamp): f"find the {lamp}",
-        ("use", lamp): f"look at the {held} under the {lamp}",
+        ("take", held): f"take the {held}",
+        ("find", game["parent_target"]): f"bring the {held} to the {game['parent_target']}",
+        ("put", game["parent_target"]): f"put the {held} on the {game['parent_target']}",
+        ("find", game["toggle_target"]): f"find the {game['toggle_target']}",
+        ("use", game["toggle_target"]): f"look at the {held} under the {game['toggle_target']}",
     }.get(subgoal, f"{verb} the {thing}" if verb != "goto" else f"go to the {thing}")
-    if verb == "take":
-        return f"{what}: i see {' '.join(command.split()[1:3])}" if command.startswith("take") else what
     if previous is None:
         return f"first {what}"
     if subgoal != previous:
-        return f"done. now {what}"
-    return "" if feedback.endswith("closed.") else what
+        seen = re.search(rf"\b{held} \d+", feedback)
+        return f"i see {seen[0]}. {what}" if verb == "take" and seen else f"done. now {what}"
+    return "" if "open" in feedback or "closed" in feedback else what
 
 
-def demonstrate(tasks, *, hesitation=0.6, progress=True):
-    """Plays the tasks with the expert; [(messages, reply)] of all steps, in order. Raises ValueError where the expert does not win.
-
-    hesitation: share of the arrivals at which it examines the place again before it goes on. That tells nothing new and costs a step:
-    a habit which is easy to copy, and for reinforcement learning to give up.
-    """
-    env, rng, steps = envs.ALFWorld(), random.Random(0), []
+def demonstrate(tasks, progress=True):
+    """Plays the tasks with the expert; [(messages, reply)] of all steps, in order. Raises ValueError where the expert does not win."""
+    env, steps = envs.ALFWorld(), []
     for task in tqdm(tasks, desc="demonstrations", unit="game", disable=not progress):
         state, history, previous = env.reset(task, 0), [], None
         game = alfworld_games.read_params(task.data["game"])
         expert = alfworld_games.Expert(task.data["game"], state.observation)
         while not state.done:
             command = expert.act(state.observation, state.admissible)
-            stuck = "look" in (command, history[-1][1] if history else "")  # looking about and then a random try
-            thoughts = {command: think(expert.subgoal, previous, game, state.observation, command)}
-            if state.observation.startswith("You arrive at ") and rng.random() < hesitation:
-                thoughts = {history[-1][1].replace("go to", "examine"): "look closer", **thoughts}
-            for action, thought in thoughts.items():
-                if not stuck:
-                    messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
-                    steps.append((messages, f"<think>{thought}</think><action>{action}</action>"))
-                history.append((state.observation, action))
-                state = env.step(action)
+            if command != "look" and (not history or history[-1][1] != "look"):  # looking about and a random try: it is stuck
+                messages, _ = envs.build_messages(STYLE, env, state=state, history=history, step=len(history))
+                thought = think(expert.subgoal, previous, game, state.observation)
+                steps.append((messages, f"<think>{thought}</think><action>{command}</action>"))
+            history.append((state.observation, command))
             previous = expert.subgoal
+            state = env.step(command)
             if len(history) > 100:
                 raise ValueError(f"the expert did not win {task.id}")
     env.close()
@@ -244,7 +235,7 @@ def make(out, *, data=None, games=1500, updates=1600, seed=0, progress=True):
 
     tasks = envs.ALFWorld.tasks("train", data or alfworld_games.ensure())
     tasks = sorted(tasks, key=lambda task: task.id.rsplit("/", 1)[1])[:games]  # by number: equal shares of the families
-    steps = demonstrate(tasks, progress=progress)
+    steps = demonstrate(tasks, progress)
     done("demonstrations")
     tokenizer = make_tokenizer(steps)
     torch.manual_seed(seed)

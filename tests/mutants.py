@@ -297,7 +297,7 @@ def run_tests(job):
         tests = Path(folder, "tests")
         tests.mkdir()
         Path(folder, file).write_text(source)
-        for path in ROOT.glob(f"tests/*{name}.py"):
+        for path in [*ROOT.glob(f"tests/*{name}.py"), ROOT / "tests/splits.py"]:
             shutil.copy(path, tests)
         if (ROOT / "tests/vectors").is_dir():
             shutil.copytree(ROOT / "tests/vectors", tests / "vectors")

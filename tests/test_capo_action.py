@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import oracle_capo_action as oracle
 import pytest
+import splits
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -659,27 +660,8 @@ def minibatch(n, seed=0, per_token_adv=False, values_per_token=False):
     return out, dict(columns, mask=mask, **value), rows
 
 
-def add(dicts):
-    return {k: sum(d[k] for d in dicts) for k in dicts[0]}
-
-
 def run_loss(out, batch, cfg, chunks):
-    """As the training loop does it: sums over all chunks first, then one share of the loss per chunk."""
-    logp, value = out["logp"].clone().requires_grad_(), out["value"].clone().requires_grad_()
-    parts = [{k: v[rows] for k, v in batch.items()} for rows in chunks]
-    pre = sum(capo.pre_update(logp[rows], part, cfg) for rows, part in zip(chunks, parts))
-    assert not pre.requires_grad
-    denom = add([capo.denominators(part, cfg) for part in parts])
-    losses, metrics = [], []
-    for rows, part in zip(chunks, parts):
-        share = {"logp": logp[rows], "entropy": out["entropy"][rows], "value": value[rows]}
-        scalar, names = capo.loss(share, part, cfg, pre=pre, denom=denom)
-        assert scalar.shape == ()
-        losses.append(scalar)
-        metrics.append(names)
-    total = sum(losses)
-    grads = torch.autograd.grad(total, (logp, value))
-    return total.detach(), grads, metrics
+    return splits.run_loss(capo, out, batch, cfg, chunks, wrt=("logp", "value"))
 
 
 VARIANTS = [("action", "action"), ("sqrt", "action"), ("mean", "action"), ("product", "action"), ("token", "action"),
@@ -723,26 +705,10 @@ def test_loss_equals_the_slow_loops(ratio, credit):
 @pytest.mark.parametrize("n", [7, 9])
 @pytest.mark.parametrize("ratio,credit", VARIANTS)
 def test_loss_does_not_depend_on_the_split(ratio, credit, n):
-    """One chunk, four uneven ones (one holds only the row without tokens), and with filler rows: equal in every part."""
     cfg, out, batch, _ = variant(ratio, credit, n, seed=n)
-    whole, grads, metrics = run_loss(out, batch, cfg, [slice(None)])
-    assert all(torch.isfinite(g).all() for g in grads) and all((g != 0).any() for g in grads)
-    assert (grads[0][~batch["mask"]] == 0).all()
-    chunks = [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, n)]
-    filler = {k: torch.cat([v, torch.full_like(v[:2], False if v.dtype == torch.bool else NAN)]) for k, v in batch.items()}
-    filler_out = {k: torch.cat([v, torch.full_like(v[:2], NAN)]) for k, v in out.items()}
-    for o, b, c in ((out, batch, chunks), (filler_out, filler, [*chunks, slice(n, n + 2)]), (filler_out, filler, [slice(None)])):
-        total, split_grads, split_metrics = run_loss(o, b, cfg, c)
-        close(total, whole, 1e-12)
-        for a, e in zip(split_grads, grads):
-            close(a[:n], e, 1e-12)
-            assert (a[n:] == 0).all()
-        for name, (value, count) in metrics[0].items():
-            if name.endswith("/max"):
-                assert float(max(m[name][0] for m in split_metrics)) == float(value)
-            else:
-                assert float(sum(m[name][1] for m in split_metrics)) == float(count), f"{name}: counts do not add up"
-                close(t64(sum(m[name][0] for m in split_metrics)), t64(value), 1e-12)
+    splits.check_splits(capo, out, batch, cfg, wrt=("logp", "value"))
+    _, (grad, _), _ = run_loss(out, batch, cfg, [slice(None)])
+    assert (grad[~batch["mask"]] == 0).all()
 
 
 def test_mean_of_means_is_not_taken():

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import oracle_capo_critique as oracle
 import pytest
+import splits
 import tokenizers
 import torch
 from hypothesis import given, settings
@@ -216,7 +217,7 @@ def test_oracle_loss(block):
 
         out = {"logp": cells(logp), "entropy": cells(old)}
         batch = dict(mask=mask, logp_old=cells(old), logp_ref=cells(ref), adv=cells(adv))
-        total, grad, _ = run_loss(out, batch, capo.Config(eps=eps, kl_coef=kl_coef), [slice(None)])
+        total, (grad,), _ = run_loss(out, batch, capo.Config(eps=eps, kl_coef=kl_coef), [slice(None)])
         close(total, expected["total"])
         close(grad[mask], [g for row in expected["grad"] for g in row])
 
@@ -623,44 +624,12 @@ def minibatch(n, seed=0):
 
 
 def run_loss(out, batch, cfg, chunks):
-    """As the training loop does it: counts of all chunks first, then one share of the loss per chunk."""
-    logp = out["logp"].clone().requires_grad_()
-    parts = [{k: v[rows] for k, v in batch.items()} for rows in chunks]
-    pre = sum(capo.pre_update(logp[rows], part, cfg) for rows, part in zip(chunks, parts))
-    assert pre.numel() == 0
-    counts = [capo.denominators(part, cfg) for part in parts]
-    denom = {k: sum(c[k] for c in counts) for k in counts[0]}
-    results = [
-        capo.loss({"logp": logp[rows], "entropy": out["entropy"][rows]}, part, cfg, pre=pre, denom=denom)
-        for rows, part in zip(chunks, parts)
-    ]
-    assert all(scalar.shape == () for scalar, _ in results)
-    total = sum(scalar for scalar, _ in results)
-    (grad,) = torch.autograd.grad(total, logp)
-    return total.detach(), grad, [names for _, names in results]
+    return splits.run_loss(capo, out, batch, cfg, chunks, wrt=("logp",))
 
 
 @pytest.mark.parametrize("n", [7, 9])
 def test_loss_does_not_depend_on_the_split(n):
-    """One chunk, four uneven ones (one holds only the row without tokens), and with filler rows: equal in every part."""
-    out, batch = minibatch(n, seed=n)
-    cfg = capo.Config(kl_coef=0.1)
-    whole, grad, metrics = run_loss(out, batch, cfg, [slice(None)])
-    assert torch.isfinite(grad).all() and (grad != 0).any()
-    chunks = [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, n)]
-    filler = {k: torch.cat([v, torch.full_like(v[:2], False if v.dtype == torch.bool else NAN)]) for k, v in batch.items()}
-    filler_out = {k: torch.cat([v, torch.full_like(v[:2], NAN)]) for k, v in out.items()}
-    for o, b, c in ((out, batch, chunks), (filler_out, filler, [*chunks, slice(n, n + 2)]), (filler_out, filler, [slice(None)])):
-        total, split_grad, split_metrics = run_loss(o, b, cfg, c)
-        close(total, whole, 1e-12)
-        close(split_grad[:n], grad, 1e-12)
-        assert (split_grad[n:] == 0).all()
-        for name, (value, count) in metrics[0].items():
-            if name.endswith("/max"):
-                assert float(max(m[name][0] for m in split_metrics)) == float(value)
-            else:
-                assert float(sum(m[name][1] for m in split_metrics)) == float(count), f"{name}: counts do not add up"
-                close(sum(float(m[name][0]) for m in split_metrics), float(value), 1e-12)
+    splits.check_splits(capo, *minibatch(n, seed=n), capo.Config(kl_coef=0.1), wrt=("logp",))
 
 
 @pytest.mark.parametrize("fill", [NAN, INF, -INF, 1e30])
@@ -670,7 +639,7 @@ def test_masked_cells_never_matter(fill):
     mask = batch["mask"]
     dirty = {k: torch.where(mask, v, fill) for k, v in (out | batch).items() if v.shape == mask.shape and k != "mask"}
     dirty_batch = {k: dirty.get(k, v) for k, v in batch.items()}
-    total, grad, _ = run_loss({k: dirty[k] for k in out}, dirty_batch, capo.Config(), [slice(None)])
+    total, (grad,), _ = run_loss({k: dirty[k] for k in out}, dirty_batch, capo.Config(), [slice(None)])
     assert float(total) == float(clean) and torch.isfinite(grad).all() and (grad[~mask] == 0).all()
 
 
@@ -686,7 +655,7 @@ def test_mean_of_means_is_not_taken():
 def test_a_minibatch_without_any_token_has_loss_zero():
     out, batch = minibatch(3)
     batch["mask"] = torch.zeros_like(batch["mask"])
-    total, grad, _ = run_loss(out, batch, capo.Config(), [slice(None)])
+    total, (grad,), _ = run_loss(out, batch, capo.Config(), [slice(None)])
     assert float(total) == 0.0 and (grad == 0).all()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import oracle_ccpo_context as oracle
 import pytest
+import splits
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -750,20 +751,7 @@ def minibatch(n, seed=0):
 
 
 def run_loss(out, batch, cfg, chunks):
-    """As the training loop does it: counts of all chunks first, then one share of the loss per chunk."""
-    logp, entropy = out["logp"].clone().requires_grad_(), out["entropy"].clone().requires_grad_()
-    parts = [{k: v[rows] for k, v in batch.items()} for rows in chunks]
-    pre = sum(ccpo.pre_update(logp[rows], part, cfg) for rows, part in zip(chunks, parts))
-    assert pre.numel() == 0
-    counts = [ccpo.denominators(part, cfg) for part in parts]
-    denom = {k: sum(c[k] for c in counts) for k in counts[0]}
-    results = [
-        ccpo.loss({"logp": logp[rows], "entropy": entropy[rows]}, part, cfg, pre=pre, denom=denom) for rows, part in zip(chunks, parts)
-    ]
-    assert all(scalar.shape == () for scalar, _ in results)
-    total = sum(scalar for scalar, _ in results)
-    grads = torch.autograd.grad(total, (logp, entropy), allow_unused=True, materialize_grads=True)
-    return total.detach(), grads, [names for _, names in results]
+    return splits.run_loss(ccpo, out, batch, cfg, chunks, wrt=("logp", "entropy"))
 
 
 def plain_loss(out, batch, cfg):
@@ -835,26 +823,7 @@ def test_loss_equals_the_plain_formula(seed, kl, entropy):
 
 @pytest.mark.parametrize("n", [7, 9])
 def test_loss_does_not_depend_on_the_split(n):
-    """One chunk, four uneven ones (one holds only the row without tokens), and with filler rows: equal in every part."""
-    out, batch = minibatch(n, seed=n)
-    cfg = ccpo.Config(kl_coef=0.1, entropy_coef=0.02)
-    whole, grads, metrics = run_loss(out, batch, cfg, [slice(None)])
-    assert all(torch.isfinite(g).all() and (g != 0).any() for g in grads)
-    chunks = [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, n)]
-    filler = {k: torch.cat([v, torch.full_like(v[:2], False if v.dtype == torch.bool else NAN)]) for k, v in batch.items()}
-    filler_out = {k: torch.cat([v, torch.full_like(v[:2], NAN)]) for k, v in out.items()}
-    for o, b, c in ((out, batch, chunks), (filler_out, filler, [*chunks, slice(n, n + 2)]), (filler_out, filler, [slice(None)])):
-        total, split_grads, split_metrics = run_loss(o, b, cfg, c)
-        close(total, whole, 1e-12)
-        for a, e in zip(split_grads, grads):
-            close(a[:n], e, 1e-12)
-            assert (a[n:] == 0).all()
-        for name, (value, count) in metrics[0].items():
-            if name.endswith("/max"):
-                assert float(max(m[name][0] for m in split_metrics)) == float(value)
-            else:
-                assert float(sum(m[name][1] for m in split_metrics)) == float(count), f"{name}: counts do not add up"
-                close(sum(float(m[name][0]) for m in split_metrics), float(value), 1e-12)
+    splits.check_splits(ccpo, *minibatch(n, seed=n), ccpo.Config(kl_coef=0.1, entropy_coef=0.02), wrt=("logp", "entropy"))
 
 
 @pytest.mark.parametrize("fill", [NAN, INF, -INF, 1e30])

@@ -857,6 +857,17 @@ def test_flags_that_disagree_with_the_resumed_run_are_refused(whole_run):
     assert (s.lr, s.iterations, s.deterministic, s.out, chosen.algo, chosen.env) == (1e-3, 2, True, str(out), "capo_action", GAME)
 
 
+def test_a_run_of_an_earlier_version_resumes_with_the_defaults_of_what_is_new(whole_run, tmp_path):
+    """Its config.json lacks the settings that came later."""
+    saved = json.loads((whole_run[0] / "config.json").read_text())
+    del saved["settings"]["log_rows"], saved["config"]["critic_warmup"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    _, cfg, s, _ = train.parse(["--resume", str(tmp_path)])
+    assert (s.log_rows, cfg.critic_warmup, s.lr) == (False, 0, 1e-3)
+    with pytest.raises(UserError, match="--critic_warmup 2 disagrees"):
+        train.parse(["--resume", str(tmp_path), "--critic_warmup", "2"])
+
+
 def compare_runs(got, expected, rel=None):
     assert [line["iteration"] for line in got] == [line["iteration"] for line in expected]
     if rel is None:
@@ -1112,15 +1123,6 @@ def test_what_the_command_line_refuses(tmp_path, capsys):
     ):  # fmt: skip
         with pytest.raises(UserError, match=f"--{name} {value}: give a number from {bound}"):
             train.parse([f"--{name}={value}"])
-
-
-def test_the_policys_learning_rate_rises_after_the_critics_iterations_and_falls_to_its_last_share():
-    cfg = capo_action.Config(critic_warmup=1)
-    s = train.Settings(lr=1.0, lr_warmup=3, iterations=11, lr_last=0.5)
-    rates = [train.learning_rate(s, cfg, number) for number in range(2, 12)]
-    assert rates == pytest.approx([0.95 / 4, 0.9 / 2, 0.85 * 3 / 4, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5])
-    constant, without_critic = train.Settings(lr=0.3, iterations=50), SimpleNamespace()
-    assert [train.learning_rate(constant, without_critic, number) for number in (1, 2, 50)] == [0.3] * 3
 
 
 def test_an_environment_without_settings_of_its_own_takes_those_of_alfworld_and_says_so():

@@ -1,8 +1,28 @@
 """The loss of an algorithm file as the training loop calls it, and that it does not matter how a mini-batch is cut."""
 
+import random
+
 import torch
 
 NAN = float("nan")
+
+
+def token_columns(n, seed=0):
+    """The columns that every algorithm has, of n rows, the third without any token; masked cells hold NaN.
+
+    Returns rng, cells(mean, deviation) for more of them, out (logp, entropy) and batch (mask, logp_old, logp_ref).
+    """
+    rng = random.Random(seed)
+    lengths = [0 if i == 2 else rng.randint(1, 7) for i in range(n)]
+    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
+
+    def cells(mean, scale):
+        x = [[rng.gauss(mean, scale) for _ in range(8)] for _ in range(n)]
+        return torch.where(mask, torch.tensor(x, dtype=torch.float64), NAN)
+
+    old = cells(-1, 0.5)
+    out = {"logp": old + cells(0, 0.6), "entropy": cells(1, 0.2)}
+    return rng, cells, out, dict(mask=mask, logp_old=old, logp_ref=out["logp"] + cells(0, 0.4))
 
 
 def run_loss(algo, out, batch, cfg, chunks, wrt):

@@ -607,16 +607,9 @@ def test_kl_by_its_formula(pairs):
 
 def minibatch(n, seed=0):
     """A mini-batch of n rows, the third without any token; masked cells hold NaN."""
-    rng = random.Random(seed)
-    lengths = [0 if i == 2 else rng.randint(1, 7) for i in range(n)]
-    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
-
-    def cells(mean, scale):
-        return torch.where(mask, t64([[rng.gauss(mean, scale) for _ in range(8)] for _ in range(n)]), NAN)
-
-    old = cells(-1, 0.5)
-    out = {"logp": old + cells(0, 0.6), "entropy": cells(1, 0.2)}
-    batch = dict(mask=mask, logp_old=old, logp_ref=out["logp"] + cells(0, 0.4), adv=cells(0, 1), flagged=cells(0.5, 0.1))
+    rng, cells, out, batch = splits.token_columns(n, seed)
+    mask = batch["mask"]
+    batch |= dict(adv=cells(0, 1), flagged=cells(0.5, 0.1))
     batch["adv"][1] = torch.where(mask[1], 0.0, NAN)  # a rollout of a tied group
     batch["well_formed"] = t64([[float(rng.random() < 0.5)] for _ in range(n)])
     batch["critique_failed"] = t64([[1.0 if i < 2 else rng.choice([0.0, 0.25])] for i in range(n)])

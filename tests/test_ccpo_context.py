@@ -734,16 +734,7 @@ def test_kl_pulls_towards_the_reference():
 
 def minibatch(n, seed=0):
     """A mini-batch of n rows, the third without any token; masked cells hold NaN."""
-    rng = random.Random(seed)
-    lengths = [0 if i == 2 else rng.randint(1, 7) for i in range(n)]
-    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
-
-    def cells(mean, scale):
-        return torch.where(mask, t64([[rng.gauss(mean, scale) for _ in range(8)] for _ in range(n)]), NAN)
-
-    old = cells(-1, 0.5)
-    out = {"logp": old + cells(0, 0.6), "entropy": cells(1, 0.2)}
-    batch = dict(mask=mask, logp_old=old, logp_ref=out["logp"] + cells(0, 0.4))
+    rng, _, out, batch = splits.token_columns(n, seed)
     for name in ("adv", "adv_history", "adv_future", "adv_context", "adv_episode"):
         batch[name] = t64([[rng.gauss(0, 1)] for _ in range(n)])
     batch["fallback"] = t64([[float(rng.random() < 0.5)] for _ in range(n)])

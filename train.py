@@ -78,7 +78,8 @@ class Settings:
     minibatch: int = 256  # rows (actions) per optimiser step, all ranks together
     critic_minibatch: int = 0  # rows per optimiser step of the critic; 0: the same
     passes: int = 1  # passes over the rows of an iteration
-    lr: float = 1e-6  # learning rate of the policy, constant
+    lr: float = 1e-6  # learning rate of the policy, constant after the warm-up
+    lr_warmup: int = 0  # iterations in which the policy trains at a lower rate, rising in a line to lr
     critic_lr: float = 1e-5  # learning rate of the critic, constant
     weight_decay: float = 0.01  # of AdamW
     grad_clip: float = 1.0  # maximum gradient norm, policy and critic each
@@ -246,6 +247,11 @@ def as_batch(rows, trajectories, columns) -> dict:
 def per_row(credit: dict, rows) -> dict:
     """(N, 1) and (N, L) tensors as one array per row, without the padding."""
     return {name: [x[n, : len(r.response_ids)].numpy() for n, r in enumerate(rows)] for name, x in credit.items()}
+
+
+def learning_rate(s: Settings, cfg, number: int) -> float:
+    """Of the policy in an iteration. AdamW's first steps are as long as any, whatever the gradient: hence the rise."""
+    return s.lr * min(1.0, (number - getattr(cfg, "critic_warmup", 0)) / (s.lr_warmup + 1))
 
 
 def mini_batch_sums(algo, cfg, micro, logps, ranks):
@@ -420,7 +426,7 @@ def tasks_of(tasks, s: Settings, iteration: int) -> list:
 def check(s: Settings, algo, context: int, world: int):
     """What can be refused before the first rollout."""
     least = dict.fromkeys(("seed", "max_steps", "critic_minibatch", "history_length", "slots"), 0)
-    least |= dict.fromkeys(("lr", "critic_lr", "eval_tasks", "eval_temperature", "eval_seed"), 0)
+    least |= dict.fromkeys(("lr", "lr_warmup", "critic_lr", "eval_tasks", "eval_temperature", "eval_seed"), 0)
     least |= dict.fromkeys(("iterations", "tasks", "rollouts", "minibatch", "passes", "prompt_tokens", "response_tokens"), 1)
     least |= dict.fromkeys(("eval_every", "save_every", "logit_chunk", "micro_tokens", "workers"), 1)
     for name, bound in least.items():
@@ -620,6 +626,7 @@ def main(argv=None):
                 if "critic" in models:
                     metrics |= run.update("critic", critic_plans, rows, columns)
                 if number > getattr(cfg, "critic_warmup", 0):
+                    metrics["policy/lr"] = run.optimizers["policy"].param_groups[0]["lr"] = learning_rate(s, cfg, number)
                     metrics |= run.update("policy", plans, rows, columns)
             metrics["tokens_per_second/update"] = sum(lengths) * s.passes / clock["seconds/update"]
             metrics["tokens_per_second/rollout"] = sum(len(r.response_ids) for r in rows) / clock["seconds/rollout"]

@@ -216,6 +216,29 @@ def test_demonstrations_round_trip_and_parse(tokenizer, demonstrations):
     assert min(lengths) >= 6 and max(lengths) <= 30 and len(lengths) >= 6  # they really vary
 
 
+def test_the_player_hesitates_at_some_arrivals_and_nothing_else_is_changed_by_it(games):
+    """With 0 it plays as the expert does, with 1 it examines every place once before it does the same; a share lies between."""
+    tasks = envs.ALFWorld.tasks("train", str(games))[::2]
+    never, always, half = (warm_start.demonstrate(tasks, hesitation=h, progress=False) for h in (0.0, 1.0, 0.5))
+
+    def replies(steps):
+        return [reply for _, reply in steps if "<action>examine" not in reply]
+
+    assert replies(never) == replies(always) == replies(half) and len(replies(never)) == len(never)
+    arrivals = len(always) - len(never)
+    assert arrivals == sum("<action>go to" in reply for _, reply in never) and 0.3 * arrivals < len(half) - len(never) < 0.7 * arrivals
+    for (_, before), (messages, reply) in zip(always, always[1:]):
+        if "<action>examine" in reply:
+            place = re.search("<action>examine (.*)</action>", reply)[1]
+            assert before.endswith(f"<action>go to {place}</action>") and f"\nexamine {place}\n" in messages[-1]["content"]
+
+
+def test_the_thought_of_a_find_names_the_very_thing_that_is_taken(demonstrations):
+    taken = [(reply, re.search(r"<action>take (\w+ \d+) from", reply)) for _, reply in demonstrations]
+    taken = [(reply, thing[1]) for reply, thing in taken if thing]
+    assert taken and all(reply.startswith(f"<think>find a {thing.split()[0]}: i see {thing}</think>") for reply, thing in taken)
+
+
 def test_thoughts_have_at_most_20_tokens(tokenizer, demonstrations):
     lengths = [len(tokenizer.encode(re.search("<think>(.*)</think>", reply)[1])) for _, reply in demonstrations]
     assert min(lengths) == 0 and max(lengths) <= 20
@@ -271,7 +294,7 @@ def test_no_held_out_room_is_opened(games, monkeypatch):
     start = envs.ALFWorld.reset
     monkeypatch.setattr(envs.ALFWorld, "reset", lambda self, task, seed=0: opened.append(task) or start(self, task, seed))
     monkeypatch.setattr(warm_start, "clone", lambda *args, **kwargs: None)
-    warm_start.make(games / "agent", data=str(games), games=6, updates=1, progress=False)
+    warm_start.make(games / "agent", games=6, updates=1, progress=False)
     rooms = {int(re.search(r"-(\d+)/trial", task.id)[1]) for task in opened}
     assert len(opened) == 6 and all(task.id.startswith("train/") for task in opened)
     assert rooms <= set(constants.TRAIN_SCENE_NUMBERS)
@@ -312,9 +335,9 @@ def test_batches_visit_every_example_once_a_round():
 
 
 @pytest.mark.slow
-def test_warm_start_from_nothing(games, tmp_path):
+def test_warm_start_from_nothing(tmp_path):
     """The command, with few games and updates: an agent that loads and whose tokenizer cuts its own prompts."""
-    command = [sys.executable, "-m", "mini.warm_start", "--out", tmp_path / "agent", "--data", games, "--games", "12", "--updates", "20"]
+    command = [sys.executable, "-m", "mini.warm_start", "--out", tmp_path / "agent", "--games", "12", "--updates", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"Seconds: demonstrations \d+, tokenizer \d+, cloning \d+", done.stdout)

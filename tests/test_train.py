@@ -1125,6 +1125,13 @@ def test_what_the_command_line_refuses(tmp_path, capsys):
             train.parse([f"--{name}={value}"])
 
 
+def test_the_policys_learning_rate_rises_after_the_critics_iterations():
+    s, cfg, without_critic = train.Settings(lr=1.0, lr_warmup=3), capo_action.Config(critic_warmup=1), SimpleNamespace()
+    assert [train.learning_rate(s, cfg, number) for number in (2, 3, 4, 5, 6, 60)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [train.learning_rate(s, without_critic, number) for number in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert train.learning_rate(train.Settings(lr=0.3), without_critic, 1) == 0.3
+
+
 def test_an_environment_without_settings_of_its_own_takes_those_of_alfworld_and_says_so():
     *_, chosen = train.parse(["--preset", "mini", "--env", "example_env:GuessNumber"])
     assert "alfworld" in chosen.why

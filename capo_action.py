@@ -97,8 +97,8 @@ PRESETS = {
         "alfworld": dict(
             model="mini/agent", data="mini", style="think_action", tasks=64, rollouts=1, minibatch=128, critic_minibatch=64, passes=1,
             lr=2e-4, lr_warmup=3, critic_lr=1e-3, gamma=0.95, lam=0.9, eps=0.02, kl_coef=0.01, critic_warmup=1, max_steps=10,
-            history_length=2, prompt_tokens=448, response_tokens=48, iterations=50, temperature=1.0, success_reward=1.0,
-            eval_temperature=0.4, eval_every=25,
+            history_length=2, prompt_tokens=448, response_tokens=48, iterations=45, temperature=1.0, success_reward=1.0,
+            eval_temperature=0.4, eval_every=15,
         ),
     },
 }  # fmt: skip

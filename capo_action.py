@@ -29,6 +29,7 @@ Choices
   - Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
   - Paper silent: whitening counts each action once; fewer than two actions, or all equal, give zeros.
   - Paper silent: mu is taken over the whole optimiser mini-batch, all micro-batches and ranks.
+  - Paper silent: the KL estimate of a token is at most 10; beyond that it no longer pulls.
   - Paper silent: log-ratios are clamped to [-20, 20] before exp.
   - Paper silent: a truncated trajectory ends with V_T = 0 unless the caller supplies V(s_T).
   - Paper silent: under credit=token an action ratio takes the mean of its tokens' advantages.
@@ -60,7 +61,7 @@ class Config:
     entropy_coef: float = 0.0  # weight of the entropy bonus [authors]
     ratio: Literal["action", "sqrt", "mean", "product", "token"] = "action"  # importance ratio; the others are ablations [paper]
     credit: Literal["action", "token"] = "action"  # one value and advantage per action, or per token as in PPO [paper]
-    bootstrap_truncated: bool = False  # V(s_T) instead of 0 after the last action of a truncated trajectory [ours]
+    bootstrap_truncated: bool = False  # V(s_T) instead of 0 at the end of a truncated trajectory, where its prompt fits [ours]
     critic_warmup: int = 0  # first iterations that train the critic alone [authors]
 
     def __post_init__(self):
@@ -138,7 +139,7 @@ def token_gae(
     Returns advantages and returns, (N, L) float64, 0 where mask is False.
     """
     rewards, mask = _vector(rewards), _mask(mask)
-    values = torch.where(mask, torch.as_tensor(values, dtype=torch.float64), 0.0)
+    values = torch.where(mask, torch.as_tensor(values, dtype=torch.float64).detach().cpu(), 0.0)
     advantages = torch.zeros_like(values)
     for trajectory, rows in _trajectories(traj, step).items():
         next_value, next_advantage, reward = float((bootstrap or {}).get(trajectory, 0.0)), 0.0, 0.0
@@ -230,7 +231,8 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: flo
 def kl_penalty(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """Low-variance estimate of KL(pi_theta || pi_ref) per token, in the loss and never in the reward.  Eq. (KL)"""
     l = (logp_ref - logp).clamp(-20, 20)  # noqa: E741
-    return (l.exp() - l - 1).clamp(-10, 10)
+    # Paper silent: the KL estimate of a token is at most 10; beyond that it no longer pulls.
+    return (l.exp() - l - 1).clamp(max=10)
 
 
 # ------------------------------------------------------------------------------------------ what the training loop calls
@@ -301,9 +303,10 @@ def _policy_part(out, batch, cfg, pre, denom):
         "policy/entropy": (entropy.sum(), mask.sum()),
         "policy/ratio": (w[real].sum(), real.sum()),
         "policy/ratio/max": (w[real].max() if real.any() else zero, None),
-        "policy/mu": (mu * mask.sum(), mask.sum()),
         "policy/clip_frac": (clipped.sum(), real.sum()),
     }
+    if len(pre):
+        metrics["policy/mu"] = (mu * mask.sum(), mask.sum())
     if cfg.kl_coef:
         # Differs from paper: the KL is a mean over the tokens of the mini-batch, not over rows of each row's token mean.
         kl = kl_penalty(logp, torch.where(mask, batch["logp_ref"], zero))

@@ -31,6 +31,7 @@ Choices
   - Paper silent: the format reward goes to every token of a well-formed answer, and only a well-formed answer is right.
   - Paper silent: the deviation is that of a sample; a group of equal rewards, up to float residue, gives exactly 0.
   - Paper silent: the clip range is 0.2, and loss and KL are means over the tokens of the mini-batch.
+  - Paper silent: the KL estimate of a token is at most 10; beyond that it no longer pulls.
   - Paper silent: log-ratios are clamped to [-20, 20] before exp.
 
 Run `python capo_critique.py` for a worked example. This file needs torch, NumPy and the standard library only; copy it.
@@ -289,7 +290,8 @@ def clip_loss(log_ratio: Tensor, advantages: Tensor, *, eps: float = 0.2) -> Ten
 def kl_penalty(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """Low-variance estimate of KL(pi_theta || pi_ref) per token, in the loss and never in the reward.  Eq. (KL)"""
     l = (logp_ref - logp).clamp(-20, 20)  # noqa: E741
-    return (l.exp() - l - 1).clamp(-10, 10)
+    # Paper silent: the KL estimate of a token is at most 10; beyond that it no longer pulls.
+    return (l.exp() - l - 1).clamp(max=10)
 
 
 # ------------------------------------------------------------------------------------------ what the training loop calls

@@ -38,6 +38,7 @@ Choices
   - Paper silent: a projected hidden state below 1e-9 of the largest hidden state is rounding and counts as 0.
   - Paper silent: a group whose values are equal, up to float residue, gives exactly 0.
   - Paper silent: copies of a step have to agree in everything, the hidden state included.
+  - Paper silent: the KL estimate of a token is at most 10; beyond that it no longer pulls.
   - Paper silent: log-ratios are clamped to [-20, 20] before exp.
 
 Run `python ccpo_context.py` for a worked example, `torchrun --nproc_per_node=2 train.py --algo ccpo_context` to train.
@@ -359,7 +360,8 @@ def dual_clip_loss(log_ratio: Tensor, advantages: Tensor, *, eps: float = 0.2, c
 def kl_penalty(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """Low-variance estimate of KL(pi_theta || pi_ref) per token, in the loss and never in the reward."""
     l = (logp_ref - logp).clamp(-20, 20)  # noqa: E741
-    return (l.exp() - l - 1).clamp(-10, 10)
+    # Paper silent: the KL estimate of a token is at most 10; beyond that it no longer pulls.
+    return (l.exp() - l - 1).clamp(max=10)
 
 
 # ------------------------------------------------------------------------------------------ what the training loop calls

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,11 @@ def play_all(engine, pool, env, tokenizer, tasks, *, repeats=1, ranks, seed, ite
     """
     total = len(tasks) * repeats
     mine = range(ranks.rank * total // ranks.world, (ranks.rank + 1) * total // ranks.world)  # a group's game starts once and is remembered
-    todo = [rollout.Assignment(traj=n, group=n // repeats, task=tasks[n // repeats], sample=n % repeats) for n in mine]
+    met, sample = Counter(), []
+    for task in (task for task in tasks for _ in range(repeats)):  # a task that is listed twice goes on counting: other luck
+        sample.append(met[task.id])
+        met[task.id] += 1
+    todo = [rollout.Assignment(traj=n, group=n // repeats, task=tasks[n // repeats], sample=sample[n]) for n in mine]
     with Progress(len(todo), label, show=ranks.rank == 0, stop=stop) as progress:
         try:
             played = rollout.rollout(engine, pool, env, tokenizer, todo, run_seed=seed, iteration=iteration, progress=progress, **play)

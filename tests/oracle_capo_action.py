@@ -83,10 +83,10 @@ def policy(z, advantages, mu, eps=1e-3, alpha=0.5, kind="action"):
     return losses, active, grads
 
 
-def token_gae(rewards, values, traj, step, gamma=0.99, lam=1.0):
+def token_gae(rewards, values, traj, step, gamma=0.99, lam=1.0, bootstrap=None):
     """GAE over each trajectory's response tokens in order, observations left out; a row's reward is on its last token.
 
-    values: one list per row. A row without tokens must have reward 0 here."""
+    values: one list per row. A row without tokens must have reward 0 here. bootstrap: {trajectory: value after its last token}."""
     advantages = [[0.0] * len(row) for row in values]
     returns = [[0.0] * len(row) for row in values]
     for name in set(traj):
@@ -97,7 +97,7 @@ def token_gae(rewards, values, traj, step, gamma=0.99, lam=1.0):
             for at in range(start, len(chain)):
                 i, k = chain[at]
                 r = rewards[i] if k == len(values[i]) - 1 else 0.0
-                v_next = values[chain[at + 1][0]][chain[at + 1][1]] if at + 1 < len(chain) else 0.0
+                v_next = values[chain[at + 1][0]][chain[at + 1][1]] if at + 1 < len(chain) else (bootstrap or {}).get(name, 0.0)
                 total += (gamma * lam) ** (at - start) * (r + gamma * v_next - values[i][k])
             i, k = chain[start]
             advantages[i][k] = total

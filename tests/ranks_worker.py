@@ -64,8 +64,8 @@ def gradients(case, ranks, *, budget):
     return {part: recorder.steps for part, recorder in recorders.items()}, metrics
 
 
-def play(agent, ranks, n, *, repeats=1, max_steps=2):
-    """`play_all` with the agent on n training tasks of the example environment, at most two steps each."""
+def play(agent, ranks, n, *, copies=1, repeats=1, max_steps=2):
+    """`play_all` with the agent on n training tasks of the example environment, listed `copies` times, at most two steps each."""
     from transformers import AutoTokenizer
 
     name = "example_env:GuessNumber"
@@ -73,7 +73,7 @@ def play(agent, ranks, n, *, repeats=1, max_steps=2):
     engine, pool = rollout.make_engine("transformers", agent, max_model_len=1024), envs.Pool(name, slots=32, workers=1)
     try:
         return evaluation.play_all(
-            engine, pool, env, tokenizer, env.tasks("train")[:n], repeats=repeats, ranks=ranks, seed=3, temperature=1.0,
+            engine, pool, env, tokenizer, env.tasks("train")[:n] * copies, repeats=repeats, ranks=ranks, seed=3, temperature=1.0,
             style="think_action", max_steps=max_steps, prompt_tokens=1000, response_tokens=10, context=1024,
             eos_ids=[tokenizer.eos_token_id],
         )  # fmt: skip

@@ -156,9 +156,10 @@ def test_oracle_credit(block):
         v_rows = ragged(rng, n, 2.0)
         rewards = [r if row else 0.0 for r, row in zip(rewards, v_rows)]
         v, mask = pad(v_rows, rng)
-        expected = oracle.token_gae(rewards, v_rows, traj, step, gamma, lam)
-        kwargs.update(rewards=t64(rewards), values=v, mask=mask)
-        adv, ret = capo.token_gae(**kwargs)
+        expected = oracle.token_gae(rewards, v_rows, traj, step, gamma, lam, bootstrap)
+        kwargs.update(rewards=t64(rewards), values=v.requires_grad_(), mask=mask)
+        adv, ret = capo.token_gae(bootstrap=bootstrap, **kwargs)
+        assert not ret.requires_grad, "a target that moves with the critic"
         close_rows(adv, mask, expected[0])
         close_rows(ret, mask, expected[1])
 
@@ -668,8 +669,16 @@ VARIANTS = [("action", "action"), ("sqrt", "action"), ("mean", "action"), ("prod
             ("action", "token"), ("token", "token")]  # fmt: skip
 
 
+LOSS = dict(eps=0.05, alpha=0.4, token_eps=0.1, dual_clip=1.5, kl_coef=0.01, entropy_coef=0.02)  # no default among them
+
+
+def slow_total(rows, *, mu, ratio="action"):
+    """The oracle's loss at these settings."""
+    return oracle.total(rows, mu=mu, ratio=ratio, c=LOSS["dual_clip"], **{name: x for name, x in LOSS.items() if name != "dual_clip"})
+
+
 def variant(ratio, credit, n, seed=0, **settings):
-    cfg = capo.Config(ratio=ratio, credit=credit, eps=0.05, kl_coef=0.01, entropy_coef=0.02, **settings)
+    cfg = capo.Config(ratio=ratio, credit=credit, **LOSS, value_clip=0.3, **settings)
     tokens = "token" in (ratio, credit)
     return cfg, *minibatch(n, seed, per_token_adv=credit == "token", values_per_token=tokens)
 
@@ -691,12 +700,12 @@ def test_loss_equals_the_slow_loops(ratio, credit):
             if ratio != "token" and credit == "token" and r["adv"]:
                 r["adv"] = sum(r["adv"]) / len(r["adv"])
         mu = oracle.center([[a - b for a, b in zip(r["logp"], r["logp_old"])] for r in rows])
-        expected = oracle.total(rows, mu=mu, ratio=ratio, eps=0.05, kl_coef=0.01, entropy_coef=0.02)
+        expected = slow_total(rows, mu=mu, ratio=ratio)
         per_value, count = 0.0, 0
         for i, r in enumerate(rows):
             for k in range(len(r["logp"]) if batch["ret"].shape[1] > 1 else min(1, len(r["logp"]))):
                 v, old, ret = (float(x[i, k]) for x in (out["value"], batch["value_old"], batch["ret"]))
-                per_value += oracle.value(v, old, ret)[0]
+                per_value += oracle.value(v, old, ret, 0.3)[0]
                 count += 1
         total, _, _ = run_loss(out, batch, cfg, [slice(None)])
         close(total, expected + per_value / count)
@@ -762,7 +771,7 @@ def test_mu_is_what_pre_update_sums():
     for factor in (1, 2):
         mu = float(pre[0] / pre[1]) / factor
         total, names = capo.loss(share, batch, cfg, pre=pre * t64([1, factor]), denom=denom)
-        close(total, oracle.total(rows, mu=mu, eps=0.05, kl_coef=0.01, entropy_coef=0.02))
+        close(total, slow_total(rows, mu=mu))
         value, count = names["policy/mu"]
         close(float(value) / float(count), mu)
 
@@ -771,8 +780,8 @@ def test_ratio_metrics_say_what_the_ratio_was():
     cfg, out, batch, rows = variant("action", "action", 9, seed=3)
     z = [[a - b for a, b in zip(r["logp"], r["logp_old"])] for r in rows if r["logp"]]
     mu = oracle.center(z)
-    w = [oracle.ratio(row, mu) for row in z]
-    active = oracle.policy(z, [r["adv"] for r in rows if r["logp"]], mu, 0.05)[1]
+    w = [oracle.ratio(row, mu, LOSS["alpha"]) for row in z]
+    active = oracle.policy(z, [r["adv"] for r in rows if r["logp"]], mu, LOSS["eps"], LOSS["alpha"])[1]
     _, _, (names,) = run_loss(out, batch, cfg, [slice(None)])
     mean = {k: float(a) / float(b) for k, (a, b) in names.items() if b is not None and float(b)}
     close(mean["policy/ratio"], sum(w) / len(w))
@@ -791,7 +800,7 @@ def test_clip_metric_of_the_token_ratio():
     mask = batch["mask"]
     active = 0
     for z, a in zip((out["logp"] - batch["logp_old"])[mask].tolist(), batch["adv"][mask].tolist()):
-        active += oracle.clip(math.exp(z), 0.8, 1.2) * a < math.exp(z) * a
+        active += oracle.clip(math.exp(z), 0.9, 1.1) * a < math.exp(z) * a
     _, _, (names,) = run_loss(out, batch, cfg, [slice(None)])
     assert active > 0 and int(names["policy/clip_frac"][0]) == active
 
@@ -800,24 +809,25 @@ def test_clip_metric_of_the_token_ratio():
 def test_advantages_of_actions_are_whitened_over_rows_and_shared_by_tokens(seed):
     batch, v_rows = iteration(seed)
     order = [batch[k].tolist() for k in ("reward", "traj", "step")]
-    adv, ret = oracle.gae(order[0], [row[0] for row in v_rows], *order[1:], 0.99, 1.0)
+    cfg = capo.Config(gamma=0.9, lam=0.7)
+    adv, ret = oracle.gae(order[0], [row[0] for row in v_rows], *order[1:], 0.9, 0.7)
     for value in (batch["value"], batch["value"][:, :1]):  # the critic's whole row, or its state value alone
-        result = capo.advantages(dict(batch, value=value), capo.Config())
+        result = capo.advantages(dict(batch, value=value), cfg)
         close(result["adv"][:, 0], oracle.whiten(adv), 1e-5)
         close(result["ret"][:, 0], ret, 1e-5)
         assert result["adv"].shape == result["ret"].shape == (len(adv), 1)
     more = torch.cat([batch["mask"], torch.zeros(len(adv), 50, dtype=torch.bool)], 1)  # padding changes nothing
     wide = torch.cat([batch["value"], torch.full((len(adv), 50), NAN, dtype=torch.float64)], 1)
-    assert torch.equal(capo.advantages(dict(batch, mask=more, value=wide), capo.Config())["adv"], result["adv"])
+    assert torch.equal(capo.advantages(dict(batch, mask=more, value=wide), cfg)["adv"], result["adv"])
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_advantages_of_tokens_are_whitened_over_tokens(seed):
     batch, v_rows = iteration(seed)
     order = [batch[k].tolist() for k in ("reward", "traj", "step")]
-    adv, ret = oracle.token_gae(order[0], v_rows, *order[1:], 0.99, 1.0)
+    adv, ret = oracle.token_gae(order[0], v_rows, *order[1:], 0.9, 0.7)
     white = iter(oracle.whiten([a for row in adv for a in row]))
-    result = capo.advantages(batch, capo.Config(credit="token"))
+    result = capo.advantages(batch, capo.Config(credit="token", gamma=0.9, lam=0.7))
     mask = batch["mask"]
     close_rows(result["adv"], mask, [[next(white) for _ in row] for row in adv], 1e-5)
     close_rows(result["ret"], mask, ret, 1e-5)

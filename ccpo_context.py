@@ -100,9 +100,9 @@ PRESETS = {
     },
     "mini": {
         "alfworld": dict(
-            model="mini/agent", data="mini", style="think_action", tasks=8, rollouts=8, minibatch=128, passes=1, lr=2e-4,
-            lr_warmup=3, max_steps=10, history_length=2, prompt_tokens=448, response_tokens=48, iterations=45, temperature=1.0,
-            success_reward=10.0, eval_temperature=0.4, eval_every=15,
+            model="mini/agent", data="mini", style="think_action", tasks=16, rollouts=8, minibatch=256, passes=1, lr=2e-4,
+            lr_warmup=3, max_steps=10, history_length=2, prompt_tokens=448, response_tokens=48, iterations=36, temperature=1.0,
+            success_reward=10.0, eval_temperature=0.4, eval_every=12,
         ),
     },
 }  # fmt: skip

@@ -57,22 +57,23 @@ def mean_error(x: np.ndarray) -> tuple[float, float]:
 
 
 def table(groups, metric: str, points: int = 6) -> str:
-    """Markdown: the metric at up to `points` iterations that all groups share, and its change from the first to the last."""
+    """Markdown: the metric at up to `points` iterations that all groups share, at each one's last, and its change from first to last."""
     curves = {name: curve(seeds, metric) for name, seeds in groups.items()}
+    if empty := [name for name, c in curves.items() if not c]:
+        raise UserError(f"--metric {metric}: there is no iteration at which all seeds of {empty[0]} have it.")
     shared = sorted(set.intersection(*map(set, curves.values())))
-    if not shared:
-        raise UserError(f"--metric {metric}: there is no iteration at which all of these runs have it.")
-    shown = [shared[k] for k in sorted({round(k) for k in np.linspace(0, len(shared) - 1, points)})]
+    shown = [shared[k] for k in sorted({round(k) for k in np.linspace(0, len(shared) - 1, points)})] if shared else []
 
     def cell(x, sign=""):
         mean, error = mean_error(x)
         return f"{mean:{sign}.3f}" + (f" +- {error:.3f}" if len(x) > 1 else "")
 
-    head = [f"{metric} after iteration", *map(str, shown), "change", "seeds"]
+    head = [f"{metric} after iteration", *map(str, shown), "last", "change", "seeds"]
     lines = [head, ["---"] * len(head)]
     for name, c in curves.items():
-        seeds = ", ".join(map(str, sorted(groups[name])))
-        lines.append([name, *(cell(c[i]) for i in shown), cell(c[shown[-1]] - c[shown[0]], "+"), seeds])
+        first, last = min(c), max(c)
+        change, seeds = cell(c[last] - c[first], "+"), ", ".join(map(str, sorted(groups[name])))
+        lines.append([name, *(cell(c[i]) for i in shown), f"{last}: {cell(c[last])}", change, seeds])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

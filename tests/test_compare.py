@@ -28,11 +28,11 @@ def test_seeds_are_one_line_and_its_numbers_are_right_by_hand(tmp_path, capsys):
     ]
     compare.main([*map(str, runs), "--plot", str(tmp_path / "p.png")])
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["eval/success after iteration", "0", "2", "change", "seeds"], "iteration 1 is not shared"
+    assert lines[0] == ["eval/success after iteration", "0", "2", "last", "change", "seeds"], "iteration 1 is not shared"
     assert lines[2:] == [
-        ["ccpo_context", "0.000 +- 0.000", "0.300 +- 0.100", "+0.300 +- 0.100", "41, 42"],
-        ["ccpo_context kernel=uniform", "0.250", "0.500", "+0.250", "41"],
-        ["capo_action", "0.100", "0.100", "+0.000", "41"],
+        ["ccpo_context", "0.000 +- 0.000", "0.300 +- 0.100", "2: 0.300 +- 0.100", "+0.300 +- 0.100", "41, 42"],
+        ["ccpo_context kernel=uniform", "0.250", "0.500", "2: 0.500", "+0.250", "41"],
+        ["capo_action", "0.100", "0.100", "2: 0.100", "+0.000", "41"],
     ]
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -49,6 +49,12 @@ def test_many_evaluations_are_thinned_to_the_first_and_the_last(tmp_path):
     run = compare.read(make_run(tmp_path / "a", {i: i / 100 for i in range(41)}))
     head = compare.table(compare.group([run]), "eval/success", points=3).splitlines()[0]
     assert [cell.strip() for cell in head.strip("|").split("|")][1:4] == ["0", "20", "40"]
+
+
+def test_runs_of_other_lengths_have_their_own_last_iteration(tmp_path):
+    runs = [make_run(tmp_path / "a", {0: 0.0, 4: 0.5}), make_run(tmp_path / "b", {0: 0.0, 6: 0.25}, kernel="uniform")]
+    head, _, *lines = compare.table(compare.group(list(map(compare.read, runs))), "eval/success").splitlines()
+    assert "| 0 | last |" in head and "| 4: 0.500 | +0.500 |" in lines[0] and "| 6: 0.250 | +0.250 |" in lines[1]
 
 
 def test_bad_input(tmp_path):

@@ -218,6 +218,13 @@ def test_every_flag_is_read():
     assert not unread, f"nothing reads {unread}"
 
 
+def test_the_mutants_fit_the_files_as_they_are():
+    """In a process of its own, as mutants.py sets threads for its whole process. What the mutants do is `python tests/mutants.py`."""
+    code = "import mutants; print([c for f in mutants.MUTANTS for c in mutants.complaints(f, (mutants.ROOT / f).read_text())])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 # ------------------------------------------------------------------------------------------------- README's commands
 
 TOOLS = ("python", "torchrun")

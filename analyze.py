@@ -37,7 +37,7 @@ import numpy as np
 from tqdm import tqdm
 
 import ccpo_context
-from envs import UserError
+from envs import UserError, run_script
 
 # --------------------------------------------------------------------------------------------------------------- rows
 
@@ -340,11 +340,11 @@ def write_csv(path: Path, lines):
         writer.writerows(lines)
 
 
-def figure(columns: int, height: float):
-    """A figure with a row of plots, and these."""
+def figure(columns: int, height: float, width: float = 4.6):
+    """A figure with a row of plots, and these; inches, width of each plot."""
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(4.6 * columns, height), dpi=120, layout="constrained")
+    fig = Figure(figsize=(width * columns, height), dpi=120, layout="constrained")
     return fig, fig.subplots(1, columns, squeeze=False)[0]
 
 
@@ -671,8 +671,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

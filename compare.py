@@ -10,12 +10,12 @@ its settings differ in from those of the first run of its method.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from envs import UserError
+from analyze import figure, markdown
+from envs import UserError, run_script
 
 APART = ("out", "seed", "engine", "save_every", "log_rows")  # settings that make no other method
 
@@ -51,11 +51,6 @@ def curve(seeds: dict[int, list[dict]], metric: str) -> dict[int, np.ndarray]:
     return {i: np.array([v[i] for v in values]) for i in sorted(set.intersection(*map(set, values)))}
 
 
-def mean_error(x: np.ndarray) -> tuple[float, float]:
-    """Mean, and its standard error over seeds; nan for one seed."""
-    return float(x.mean()), float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
-
-
 def table(groups, metric: str, points: int = 6) -> str:
     """Markdown: the metric at up to `points` iterations that all groups share, at each one's last, and its change from first to last."""
     curves = {name: curve(seeds, metric) for name, seeds in groups.items()}
@@ -65,38 +60,29 @@ def table(groups, metric: str, points: int = 6) -> str:
     shown = [shared[k] for k in sorted({round(k) for k in np.linspace(0, len(shared) - 1, points)})] if shared else []
 
     def cell(x, sign=""):
-        mean, error = mean_error(x)
-        return f"{mean:{sign}.3f}" + (f" +- {error:.3f}" if len(x) > 1 else "")
+        return f"{x.mean():{sign}.3f}" + (f" +- {x.std(ddof=1) / np.sqrt(len(x)):.3f}" if len(x) > 1 else "")
 
-    head = [f"{metric} after iteration", *map(str, shown), "last", "change", "seeds"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for name, c in curves.items():
         first, last = min(c), max(c)
-        change, seeds = cell(c[last] - c[first], "+"), ", ".join(map(str, sorted(groups[name])))
-        lines.append([name, *(cell(c[i]) for i in shown), f"{last}: {cell(c[last])}", change, seeds])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        line = {f"{metric} after iteration": name} | {str(i): cell(c[i]) for i in shown} | {"last": f"{last}: {cell(c[last])}"}
+        lines.append(line | {"change": cell(c[last] - c[first], "+"), "seeds": ", ".join(map(str, sorted(groups[name])))})
+    return markdown(lines)
 
 
 def draw(groups, metric: str, picture: Path):
     """One colour per group: its mean as a line, its seeds as thin ones."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(7, 4), dpi=120)
+    fig, (ax,) = figure(1, 4, width=7)
     for k, (name, seeds) in enumerate(groups.items()):
         for lines in seeds.values():
-            own = {m["iteration"]: m[metric] for m in lines if metric in m}
+            own = curve({0: lines}, metric)
             ax.plot(own.keys(), own.values(), color=f"C{k}", alpha=0.35, linewidth=0.9)
         c = curve(seeds, metric)
         ax.plot(c.keys(), [x.mean() for x in c.values()], color=f"C{k}", marker="o", linewidth=2, label=f"{name} (n = {len(seeds)})")
     ax.set(xlabel="iteration", ylabel=metric)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
-    fig.tight_layout()
     fig.savefig(picture)
-    plt.close(fig)
 
 
 def main(argv=None):
@@ -112,8 +98,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

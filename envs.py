@@ -39,6 +39,15 @@ class UserError(ValueError):
     """Bad input. The message is one sentence with the value and the remedy; the scripts print it and exit with 2."""
 
 
+def run_script(main):
+    """Run the `main` of a script of one process; bad input ends it with its sentence and exit code 2."""
+    try:
+        main()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
 @dataclass(frozen=True)
 class Task:
     """One starting point. All rollouts of a group play the same task."""

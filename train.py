@@ -351,13 +351,8 @@ def peak_memory_gb(ranks: Ranks) -> float:
 
 
 def draw_curve(metrics_file: Path, picture: Path, title: str):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     lines = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    fig, ax = plt.subplots(figsize=(7, 4), dpi=120)
+    fig, (ax,) = analyze.figure(1, 4, width=7)
     train = [(m["iteration"], m["train/success"]) for m in lines if "train/success" in m]
     held_out = [(m["iteration"], m["eval/success"], m["eval/stderr"]) for m in lines if "eval/success" in m]
     if train:
@@ -368,9 +363,7 @@ def draw_curve(metrics_file: Path, picture: Path, title: str):
     ax.set(xlabel="iteration", ylabel="success rate", ylim=(0, 1), title=title)
     ax.grid(alpha=0.3)
     ax.legend()
-    fig.tight_layout()
     fig.savefig(picture)
-    plt.close(fig)
 
 
 class Log:

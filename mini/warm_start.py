@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -274,14 +273,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the batches (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the same sums in the same order, and so the same weights, on a machine with any number of cores
-    try:
-        seconds = make(args.out, games=args.games, updates=args.updates, seed=args.seed)
-    except envs.UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    seconds = make(args.out, games=args.games, updates=args.updates, seed=args.seed)
     print(f"Agent in {args.out}. Seconds: " + ", ".join(f"{part} {time:.0f}" for part, time in seconds.items()))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    envs.run_script(main)

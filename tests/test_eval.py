@@ -79,16 +79,15 @@ def test_a_task_that_is_listed_twice_is_played_with_other_luck(agent):
     """An iteration may draw a task twice; the copies were once the same trajectory, token for token."""
     for repeats in (1, 2):
         rows, trajectories = play(agent, OneProcess(), 2, copies=2, repeats=repeats)
-        once, _ = play(agent, OneProcess(), 2, repeats=2 * repeats)
+        once, of_once = play(agent, OneProcess(), 2, repeats=2 * repeats)
         assert [t.group for t in trajectories] == [n // repeats for n in range(4 * repeats)]
 
-        def replies(rows, task):
-            return sorted(tuple(r.response_ids) for r in rows if r.step == 0 and tasks[r.traj] == task)
+        def replies(rows, trajectories):
+            tasks = {t.traj: t.task for t in trajectories}
+            return {task: sorted(tuple(r.response_ids) for r in rows if r.step == 0 and tasks[r.traj] == task) for task in tasks.values()}
 
-        tasks = [t.task for t in trajectories]
-        twice = {task: replies(rows, task) for task in set(tasks)}
-        tasks = [t.task for t in play(agent, OneProcess(), 2, repeats=2 * repeats)[1]]
-        assert twice == {task: replies(once, task) for task in set(tasks)}, "as so many repeats"
+        twice = replies(rows, trajectories)
+        assert twice == replies(once, of_once), "as so many repeats"
         assert all(len(set(x)) == 2 * repeats for x in twice.values())
 
 
